@@ -1,0 +1,262 @@
+"""MQTT: topics, payloads, one connection that comes back by itself. asyncio only, as aiomqtt is.
+
+    kvass/<cluster>/member/<role>/<id>@<start>   retained; empty: gone (goodbye, or the last will)
+    kvass/<cluster>/load/<role>/<id>@<start>     twice a second
+    kvass/<cluster>/do/<id>                      commands
+    kvass/<cluster>/echo/<start>                 a member's own marker: what came before it has come
+
+A payload is msgpack of [schema version, body]. The start's id in the topic is what keeps an old
+last will away from a new presence. The bus refuses to know who is live, and it buffers nothing
+while the broker is down, except what is retained: that is said again on every connection.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+import aiomqtt
+import anyio
+import msgspec
+
+from kvass.common import wire
+from kvass.common.errors import Invalid
+
+_log = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 1
+PAYLOAD_BYTES_MAX = 64 << 10  # a presence is under 2 KB, a load under 1 KB
+INCOMING_MAX = (
+    4096  # two seconds of the loads of 1,000 members; more is dropped: a newer load follows
+)
+KEEPALIVE_S = 5  # a member that hangs gets its last will after one and a half of these
+CONNECT_TIMEOUT_S = 5.0
+PUBLISH_TIMEOUT_S = 2.0
+GOODBYE_TIMEOUT_S = 1.0
+RETRY_FIRST_S = 0.1
+RETRY_LONGEST_S = 1.0  # membership's REJOIN_S counts on it
+COMPLAIN_EVERY_S = 30.0
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+T = TypeVar("T")
+
+
+class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a member is told to do: `forget`, `drain`, `shutdown`."""
+
+    verb: str
+    arguments: dict[str, str | int | float] = {}
+
+
+class MemberTopic(NamedTuple):
+    """The parts of a `member` or `load` topic."""
+
+    kind: str
+    role: str
+    member_id: str
+    start_id: str
+
+
+class Topics:
+    """The topics of one cluster."""
+
+    def __init__(self, cluster: str) -> None:
+        self._root = f"kvass/{check_name(cluster, 'cluster.name')}"
+        self.presences = f"{self._root}/member/#"
+
+    def presence(self, role: str, member_id: str, start_id: str) -> str:
+        return f"{self._root}/member/{role}/{member_id}@{start_id}"
+
+    def load(self, role: str, member_id: str, start_id: str) -> str:
+        return f"{self._root}/load/{role}/{member_id}@{start_id}"
+
+    def loads(self, role: str) -> str:
+        return f"{self._root}/load/{role}/+"
+
+    def commands(self, member_id: str) -> str:
+        return f"{self._root}/do/{check_name(member_id, 'member id')}"
+
+    def echo(self, start_id: str) -> str:
+        return f"{self._root}/echo/{start_id}"
+
+    def parse(self, topic: str) -> MemberTopic | None:
+        """Return a `member` or `load` topic's parts; None when it is another kind."""
+        root, _, rest = topic.partition(f"{self._root}/")
+        parts = rest.split("/")
+        if root or len(parts) != 3 or parts[0] not in ("member", "load"):
+            return None
+        member_id, at, start_id = parts[2].rpartition("@")
+        return MemberTopic(parts[0], parts[1], member_id, start_id) if at else None
+
+
+def check_name(name: str, what: str) -> str:
+    """Return a name that may be part of a topic; raises Invalid."""
+    if _NAME.fullmatch(name) is None:
+        raise Invalid(f"{what} is {name!r}; expected up to 64 letters, digits, '.', '_' or '-'")
+    return name
+
+
+def encode(body: object) -> bytes:
+    """Return the payload of a message."""
+    payload = wire.pack([SCHEMA_VERSION, body])
+    if len(payload) > PAYLOAD_BYTES_MAX:
+        raise Invalid(f"a payload of {len(payload)} bytes is over {PAYLOAD_BYTES_MAX}")
+    return payload
+
+
+def decode(payload: bytes, kind: type[T]) -> T:
+    """Return a payload's body; raises Invalid for another version, type or size."""
+    if len(payload) > PAYLOAD_BYTES_MAX:
+        raise Invalid(f"a payload of {len(payload)} bytes is over {PAYLOAD_BYTES_MAX}")
+    envelope = wire.unpack(payload)
+    if not (isinstance(envelope, list) and len(envelope) == 2):
+        raise Invalid("a payload must be [schema version, body]")
+    version, body = envelope
+    if version != SCHEMA_VERSION:
+        raise Invalid(f"schema version {version!r}; this process speaks {SCHEMA_VERSION}")
+    try:
+        return msgspec.convert(body, kind)
+    except msgspec.ValidationError as error:
+        raise Invalid(f"{kind.__name__}: {error}") from None
+
+
+class Bus:
+    """One client of the broker.
+
+    Mutable fields: `_client` (None while the link is down), `_retained` (what is said again on each
+    connection), `_subscriptions`, `links` (connections made so far). `on_message` is called with
+    topic and payload, in order; `on_link_up` after each connection, with the subscriptions made,
+    before their messages; `on_link_down` when it is lost. `own_topic` is cleared by the last will.
+    """
+
+    def __init__(
+        self,
+        broker: str,
+        *,
+        client_id: str,
+        own_topic: str,
+        subscriptions: Sequence[str],
+        on_message: Callable[[str, bytes], None],
+        on_link_up: Callable[[], Awaitable[None]],
+        on_link_down: Callable[[], None],
+    ) -> None:
+        host, colon, port = broker.rpartition(":")
+        if not (host and colon and port.isdecimal()):
+            raise Invalid(f"cluster.broker is {broker!r}; expected host:port")
+        self.broker = broker
+        self._host, self._port = host.strip("[]"), int(port)
+        self._client_id = client_id
+        self._own_topic = own_topic
+        self._subscriptions = list(subscriptions)
+        self._on_message = on_message
+        self._on_link_up = on_link_up
+        self._on_link_down = on_link_down
+        self._retained: dict[str, bytes] = {}
+        self._client: aiomqtt.Client | None = None
+        self.links = 0
+
+    @property
+    def is_up(self) -> bool:
+        return self._client is not None
+
+    async def run(self) -> None:
+        """Connect, receive, and connect again, for ever; on cancellation say goodbye."""
+        retry_s, complained_s = RETRY_FIRST_S, -COMPLAIN_EVERY_S
+        while True:
+            links = self.links
+            try:
+                await self._session()
+            except (aiomqtt.MqttError, OSError) as error:
+                now_s = anyio.current_time()
+                if self.links > links or now_s - complained_s >= COMPLAIN_EVERY_S:
+                    _log.warning("broker %s: %s; trying again", self.broker, error)
+                    complained_s = now_s
+            if self.links > links:
+                retry_s = RETRY_FIRST_S
+            await anyio.sleep(retry_s * random.uniform(0.5, 1.0))
+            retry_s = min(2 * retry_s, RETRY_LONGEST_S)
+
+    async def publish(
+        self, topic: str, payload: bytes, *, qos: int = 0, retain: bool = False
+    ) -> bool:
+        """Send one message; False when the link is down or the broker doesn't take it in time."""
+        if self._client is None:
+            return False
+        try:
+            await self._client.publish(
+                topic, payload, qos=qos, retain=retain, timeout=PUBLISH_TIMEOUT_S
+            )
+        except aiomqtt.MqttError:
+            return False  # the session's own task sees the lost link
+        return True
+
+    async def retain(self, topic: str, payload: bytes) -> None:
+        """Publish a retained message now, and again on every connection, until the goodbye."""
+        self._retained[topic] = payload
+        await self.publish(topic, payload, qos=1, retain=True)
+
+    async def subscribe(self, topic: str) -> None:
+        """Receive one more topic, from now on."""
+        self._subscriptions.append(topic)
+        if self._client is not None:
+            try:
+                await self._client.subscribe(topic, timeout=PUBLISH_TIMEOUT_S)
+            except aiomqtt.MqttError:
+                pass  # the link is lost: the next connection subscribes to all
+
+    async def _session(self) -> None:
+        client = aiomqtt.Client(
+            self._host,
+            self._port,
+            identifier=self._client_id,
+            will=aiomqtt.Will(self._own_topic, b"", qos=1, retain=True),
+            keepalive=KEEPALIVE_S,
+            timeout=CONNECT_TIMEOUT_S,
+            max_queued_incoming_messages=INCOMING_MAX,
+        )
+        # Shielded: half-open, the client would leave a socket behind. Its connecting is bounded.
+        with anyio.CancelScope(shield=True):
+            await client.__aenter__()
+        try:
+            await client.subscribe([(topic, 0) for topic in self._subscriptions])
+            self._client = client
+            self.links += 1
+            for topic, payload in self._retained.items():
+                await self.publish(topic, payload, qos=1, retain=True)
+            await self._on_link_up()
+            await self._receive(client)
+        except anyio.get_cancelled_exc_class():
+            await self._say_goodbye()
+            raise
+        finally:
+            self._client = None
+            self._on_link_down()
+            with anyio.move_on_after(GOODBYE_TIMEOUT_S, shield=True):
+                await _disconnect(client)
+
+    async def _receive(self, client: aiomqtt.Client) -> None:
+        async for message in client.messages:
+            topic, payload = message.topic.value, message.payload
+            if not isinstance(payload, bytes):
+                continue
+            if not payload and topic in self._retained:
+                # Somebody took us for dead (a last will of a connection we lost): say it again.
+                await self.publish(topic, self._retained[topic], qos=1, retain=True)
+                continue
+            self._on_message(topic, payload)
+
+    async def _say_goodbye(self) -> None:
+        topics, self._retained = list(self._retained), {}
+        with anyio.move_on_after(GOODBYE_TIMEOUT_S, shield=True):
+            for topic in topics:
+                await self.publish(topic, b"", qos=1, retain=True)
+
+
+async def _disconnect(client: aiomqtt.Client) -> None:
+    try:
+        await client.__aexit__(None, None, None)
+    except aiomqtt.MqttError:
+        pass  # it was lost before: nothing is left to close

@@ -1,0 +1,38 @@
+"""The one place that reads time. Pure modules take `now_s`; shells take a `Clock`."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import anyio
+
+
+class Clock(Protocol):
+    """Monotonic seconds. Differences mean something; absolute values do not."""
+
+    def now_s(self) -> float: ...
+
+
+class RealClock:
+    """The machine's monotonic clock: also right outside an event loop and in threads."""
+
+    def now_s(self) -> float:
+        return time.monotonic()
+
+
+class LoopClock:
+    """The event loop's clock: real under asyncio, virtual under trio's mock clock."""
+
+    def now_s(self) -> float:
+        return anyio.current_time()
+
+
+class ManualClock:
+    """A clock that a test moves by hand. Mutable field: `time_s`."""
+
+    def __init__(self, time_s: float = 0.0) -> None:
+        self.time_s = time_s
+
+    def now_s(self) -> float:
+        return self.time_s

@@ -1,0 +1,163 @@
+"""The configuration tree: defaults, one TOML file, `--set a.b=c`, validation, fingerprint.
+
+`cluster` holds what all members must agree on; its resolved values are exchanged on every connection
+and a difference is refused with the field named. The rest is per process. Environment variables carry
+secrets only (`KVASS_SALT_SECRET`). Nobody writes to a config; derived values are properties.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from kvass.common.block import KvDtype
+from kvass.common.errors import Invalid
+
+_STRICT = ConfigDict(extra="forbid")
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class ClusterConfig:
+    """What all members must agree on."""
+
+    name: str = "local"
+    model: str = DEFAULT_MODEL  # the default model's name, or a directory of safetensors
+    served_model_name: str = ""  # empty: the default's name, or the directory's
+    kv_dtype: KvDtype = "fp8"
+    block_tokens: int = 16
+    head_groups: int = 1  # the largest tensor-parallel degree that is served
+    max_model_len: int = 0  # tokens; 0: what the model was made for
+    broker: str = "127.0.0.1:1883"
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class TransportConfig:
+    """How this process moves blocks."""
+
+    # auto: cross-memory attach on the same host where the kernel allows it, else TCP
+    kind: Literal["auto", "cma", "tcp"] = "auto"
+    interface: str = "lo"  # the one interface that UCX's data ports are bound to
+    landing_bytes: int = 64 << 20  # memory that peers may write into over TCP
+    transfer_timeout_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class StoreConfig:
+    """One store node."""
+
+    slab_bytes: int = 1 << 30
+    hold_share: float = 0.5  # of the slab that held and pinned blocks may take together
+    claim_s: float = 2.0  # how long a claim lasts without progress
+    hold_s: float = 60.0  # how long a committed block waits for the worker that asked for it
+    quarantine_share: float = 0.125  # of the slab; at this cap a put is answered `full`
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class WorkerConfig:
+    """What prefill and decode workers share."""
+
+    pool_share: float = 0.1  # of the host's memory, for the paged KV pool
+    pool_blocks: int = 0  # overrides pool_share when not 0
+    chunk_tokens: int = 512  # most prompt tokens in one step
+    batch_requests: int = 32  # most requests or jobs in flight; more wait, then get 429
+    queue_requests: int = 128  # most that wait
+    threads: int = 0  # torch's compute threads; 0: one a core
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class GatewayConfig:
+    """The OpenAI-compatible front."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    request_timeout_s: float = 600.0
+    body_bytes_max: int = 8 << 20
+    # off: every request gets a salt of its own, so nothing that another one computed is found
+    prefix_reuse: bool = True
+    prefill_tokens_min: int = 64  # a missing suffix shorter than this is left to decode
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class Config:
+    """The whole tree."""
+
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    transport: TransportConfig = field(default_factory=TransportConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
+    prefill: WorkerConfig = field(default_factory=WorkerConfig)
+    decode: WorkerConfig = field(default_factory=WorkerConfig)
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    host: str = "127.0.0.1"  # the address that RPC and metrics ports are bound to
+
+
+_ADAPTER = TypeAdapter(Config)
+
+
+def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """Build a config from defaults, then a TOML file, then `a.b=value` overrides; raises Invalid."""
+    tree: dict[str, Any] = {}
+    if path is not None:
+        try:
+            tree = tomllib.loads(path.read_text())
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise Invalid(f"config file {path}: {error}") from None
+    for override in overrides:
+        _apply(tree, override)
+    try:
+        config = _ADAPTER.validate_python(tree)
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        raise Invalid("config: " + "; ".join(lines)) from None
+    _validate(config)
+    return config
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    if not equals:
+        raise Invalid(f"--set {override!r}: expected section.name=value")
+    try:
+        value: Any = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word is a string
+    *sections, leaf = name.strip().split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise Invalid(f"--set {override!r}: {section} is a value, not a section")
+    tree[leaf] = value
+
+
+def _validate(config: Config) -> None:
+    """Check relations across fields; each message gives both values."""
+    cluster, store = config.cluster, config.store
+    if not 1 <= cluster.block_tokens <= 256:
+        raise Invalid(f"cluster.block_tokens is {cluster.block_tokens}; expected 1 to 256")
+    for name, worker in (("prefill", config.prefill), ("decode", config.decode)):
+        if worker.chunk_tokens < cluster.block_tokens:
+            raise Invalid(
+                f"{name}.chunk_tokens is {worker.chunk_tokens}, less than cluster.block_tokens "
+                f"({cluster.block_tokens}): a step could never fill a block"
+            )
+        if not 0 < worker.pool_share <= 0.9:
+            raise Invalid(f"{name}.pool_share is {worker.pool_share}; expected more than 0, up to 0.9")
+        if worker.batch_requests < 1 or worker.queue_requests < 0 or worker.pool_blocks < 0:
+            raise Invalid(f"{name}: batch_requests must be at least 1, counts must not be negative")
+    for name, share in (("hold", store.hold_share), ("quarantine", store.quarantine_share)):
+        if not 0 < share < 1:
+            raise Invalid(f"store.{name}_share is {share}; expected between 0 and 1")
+
+
+def difference(ours: Mapping[str, object], theirs: Mapping[str, object]) -> str | None:
+    """Return the first field, in name order, in which two members' cluster values differ."""
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            return name
+    return None

@@ -1,0 +1,49 @@
+"""The kernels seam: quantise-and-append and attention over a worker's paged pool.
+
+*What is attended to is what is stored* (DESIGN §1.4): K and V are quantised when they enter the
+pool and attention reads the pool, for the tokens of the current step too. A row's bits depend only
+on its query, its position and the stored blocks before it: not on the batch, the chunk or the pool.
+
+Shape letters: N rows (one query token each), Q query heads, H KV heads, D head_dim, G block tables.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar
+
+import torch
+
+Plan = TypeVar("Plan")
+
+
+class PagedKv(Protocol[Plan]):
+    """A paged pool's memory with the kernels that read and write it."""
+
+    def plan(
+        self, tables: torch.Tensor, row_table: torch.Tensor, row_position: torch.Tensor
+    ) -> Plan:
+        """Prepare one step, once for all layers.
+
+        `tables` int64 [G, blocks]: slots in chain order, padded with any valid slot. `row_table`
+        int64 [N]: which table a row reads. `row_position` int64 [N]: the row's absolute position;
+        it attends to positions 0 … row_position, its own included.
+        """
+        ...
+
+    def append(
+        self,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slots: torch.Tensor,
+        offsets: torch.Tensor,
+    ) -> None:
+        """Quantise and store new KV of `layer`: k (after rope), v float32 [M, H, D], into token
+        `offsets` int64 [M] (0 … block_tokens-1) of `slots` int64 [M]. Rotates K (and V for integer
+        formats) itself. Touches no byte of any other token."""
+        ...
+
+    def attend(self, layer: int, q: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """Return attention outputs float32 [N, Q, D] for queries float32 [N, Q, D] (after rope, not
+        scaled, not rotated); query head i reads KV head i // (Q / H)."""
+        ...

@@ -1,0 +1,125 @@
+"""The reference implementation of the kernels seam, in torch operations on a CPU.
+
+Append and attend are some tens of operations a layer, whatever the number of requests and blocks;
+loops run over chunks of bounded size only. Products are float32 over exactly decoded codes.
+
+*A row's bits depend on its query, its position and the stored keys before it only*: key tiles are
+at absolute positions, a row's partial results are summed in the order of its key tiles, and
+products use row counts that were shown to give a row the same bits (`row_counts`); `deterministic`
+says whether such counts were found. One thread at a time may use an instance: it owns its scratch
+memory.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from kvass.common.block import SCALE_BYTES, BlockLayout
+from kvass.common.errors import Invalid
+from kvass.common.kernels.formats import encode
+from kvass.common.kernels.paged_attention import GroupWork
+from kvass.common.kernels.paged_plan import KEY_TILE, ROW_TILES, Shape, make_plan
+from kvass.common.kernels.paged_records import Scratch, records_of
+from kvass.common.kernels.rotation import hadamard, multiply_rows
+from kvass.common.kernels.row_counts import ALIGNMENTS, find_alignment
+from kvass.common.pool.memory import SlotMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step's plan with its scratch views. `place` int64 [N * Q] finds each query's output."""
+
+    row_count: int
+    groups: tuple[GroupWork, ...]
+    place: torch.Tensor
+
+
+class TorchPagedKv:
+    """A paged pool's memory with the kernels that read and write it (`kernels.seam.PagedKv`).
+
+    Mutable fields: the pool's memory, which the caller owns, and `_scratch`.
+    """
+
+    def __init__(self, memory: SlotMemory, layout: BlockLayout, query_heads: int) -> None:
+        if query_heads % layout.kv_heads:
+            raise Invalid(
+                f"{query_heads} query heads are no multiple of {layout.kv_heads} KV heads"
+            )
+        if layout.has_scales and layout.codes_size % SCALE_BYTES:
+            raise Invalid(f"an odd number of codes in a record misaligns its scales: {layout}")
+        key_tile = layout.block_tokens * max(1, round(KEY_TILE / layout.block_tokens))
+        per_head = query_heads // layout.kv_heads
+        alignment = find_alignment(
+            tuple(per_head * rows for rows in ROW_TILES), layout.head_dim, key_tile
+        )
+        self.deterministic = alignment is not None
+        self.shape = Shape(
+            query_heads=query_heads,
+            kv_heads=layout.kv_heads,
+            head_dim=layout.head_dim,
+            block_tokens=layout.block_tokens,
+            key_tile=key_tile,
+            row_alignment=alignment or ALIGNMENTS[0],
+        )
+        self._layout = layout
+        self._records = [records_of(memory.tensor, layout, layer) for layer in range(layout.layers)]
+        self._scratch = Scratch()
+        # bf16 is stored as it is; V is rotated in the integer formats only (DESIGN §3).
+        rotation = hadamard(layout.head_dim)
+        self._rotate_k = rotation if layout.kv_dtype != "bf16" else None
+        self._rotate_v = rotation if layout.kv_dtype == "int8" else None
+        self._query_factor = 1 / math.sqrt(layout.head_dim)
+        self._rotate_q = rotation * self._query_factor
+
+    def plan(
+        self, tables: torch.Tensor, row_table: torch.Tensor, row_position: torch.Tensor
+    ) -> Step:
+        """Prepare one step, once for all layers; arguments as in the seam."""
+        plan = make_plan(self.shape, tables.numpy(), row_table.numpy(), row_position.numpy())
+        groups = [
+            GroupWork(self._layout, self.shape, group, self._scratch) for group in plan.groups
+        ]
+        return Step(plan.row_count, tuple(groups), plan.place)
+
+    def append(
+        self,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slots: torch.Tensor,
+        offsets: torch.Tensor,
+    ) -> None:
+        """Quantise and store k and v float32 [M, H, D] at token `offsets` of `slots`, int64 [M]."""
+        layout, records = self._layout, self._records[layer]
+        rows = torch.stack([_rotated(k, self._rotate_k), _rotated(v, self._rotate_v)], 1)
+        codes, scales = encode(rows, layout.kv_dtype)
+        split = (-1, 2, layout.head_groups, layout.group_heads)
+        words = codes.view(records.word).view(*split, records.codes.shape[-1])
+        records.codes.index_put_((slots, offsets), words.transpose(1, 2))
+        if scales is not None:
+            assert records.scales is not None
+            records.scales.index_put_((slots, offsets), scales.view(split).transpose(1, 2))
+
+    def attend(self, layer: int, q: torch.Tensor, plan: Step) -> torch.Tensor:
+        """Return attention outputs float32 [N, Q, D] for queries float32 [N, Q, D]."""
+        assert q.shape[0] == plan.row_count, (q.shape, plan.row_count)
+        if not plan.groups:
+            return torch.empty_like(q)
+        queries = self._prepare(q)
+        whole = self._records[layer].whole
+        outputs = [group.run(whole, queries) for group in plan.groups]
+        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return _rotated(joined.index_select(0, plan.place).view(q.shape), self._rotate_v)
+
+    def _prepare(self, q: torch.Tensor) -> torch.Tensor:
+        """Return scaled queries [N * Q, D], rotated as the stored K is."""
+        if self._rotate_k is None:
+            return q.reshape(-1, q.shape[-1]) * self._query_factor
+        return multiply_rows(q, self._rotate_q).view(-1, q.shape[-1])
+
+
+def _rotated(rows: torch.Tensor, rotation: torch.Tensor | None) -> torch.Tensor:
+    return rows if rotation is None else multiply_rows(rows, rotation)

@@ -1,0 +1,329 @@
+"""What the process of every role shares: identity, presence, load, commands, the table, metrics.
+
+    async with Member(config, role="decode", member_id="decode-0", cluster_fields=fields,
+                      load=lambda: {"running": 3}) as member:
+        listener, address = await rpc.listen(config.host)
+        await member.announce(address)
+        ...                                   # member.table, member.live("store"), member.follow(…)
+
+Entering waits for the broker, compares what all must agree on with the members that are there, and
+raises Incompatible, naming the field, when this process differs. Leaving says goodbye. Between the
+two, a broker that is down costs nothing but news: the table keeps its last view.
+
+It refuses to know what a role does.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import anyio
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from kvass.common import bus, metrics
+from kvass.common.clock import Clock, RealClock
+from kvass.common.config import Config, difference
+from kvass.common.errors import Incompatible, Invalid, KvassError, Unavailable
+from kvass.common.membership import ROLES, Entry, Load, NodeTable, Peer, Role, State
+from kvass.common.rpc import Hello
+from kvass.common.transport.identity import own_identity
+
+_log = logging.getLogger(__name__)
+
+LOAD_INTERVAL_S = 0.5
+JOIN_CHECK_S = 2.0  # four loads: a presence that nobody stands behind any more says nothing
+COMMANDS_QUEUED = 16  # operators send them by hand; more at once is a mistake somewhere
+GOODBYE_S = 2.0
+
+# Whose loads a role receives: gateways route by them, workers need to know which stores are there.
+FOLLOWED: Mapping[Role, tuple[Role, ...]] = {
+    "gateway": ROLES,
+    "prefill": ("store",),
+    "decode": ("store",),
+    "store": (),
+}
+
+CommandHandler = Callable[[bus.Command], Awaitable[None]]
+
+
+class Listed(NamedTuple):
+    """A member as a listing shows it."""
+
+    peer: Peer
+    load: Load
+    is_live: bool
+
+
+class Member:
+    """One process in the cluster; see the module. asyncio only, as the bus is.
+
+    Mutable fields: `_peer` (its own presence), `_seen` (who was live at the last look), `_changed`
+    and `_load_came` (set and replaced at each change and each load). `cluster_fields` is empty for
+    members that serve any model. `load` is called twice a second in the event loop. `on_command`
+    gets this member's commands, one after the other.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        role: Role,
+        member_id: str,
+        cluster_fields: Mapping[str, str | int],
+        load: Callable[[], Load],
+        on_command: CommandHandler | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        identity = own_identity()
+        self._topics = bus.Topics(config.cluster.name)
+        self._host = config.host
+        self._load = load
+        self._on_command = on_command
+        self._clock: Clock = clock or RealClock()
+        self.hello = Hello(
+            role=role,
+            member_id=bus.check_name(member_id, "member id"),
+            host_id=identity.host_id,
+            start_id=identity.start_id,
+            pid=identity.pid,
+            cluster=dict(cluster_fields),
+        )
+        self._peer = Peer(
+            role=role,
+            member_id=member_id,
+            start_id=identity.start_id,
+            host_id=identity.host_id,
+            pid=identity.pid,
+            state="joining",
+            started_s=time.time(),
+            cluster=dict(cluster_fields),
+        )
+        self.table = NodeTable(FOLLOWED[role])
+        self.registry: CollectorRegistry = metrics.new_registry()
+        self._metrics = metrics.MemberMetrics(self.registry)
+        self._own = (role, member_id, identity.start_id)
+        self._bus = bus.Bus(
+            config.cluster.broker,
+            client_id=f"kvass-{identity.start_id}",
+            own_topic=self._topics.presence(*self._own),
+            subscriptions=[
+                self._topics.presences,
+                self._topics.commands(member_id),
+                self._topics.echo(identity.start_id),
+                *(self._topics.loads(each) for each in FOLLOWED[role]),
+            ],
+            on_message=self._on_message,
+            on_link_up=self._on_link_up,
+            on_link_down=self._on_link_down,
+        )
+        self._changed = anyio.Event()
+        self._load_came = anyio.Event()
+        self._echoed = anyio.Event()
+        self._seen: tuple[int, list[str]] = (0, [])
+        self._commands, self._commands_received = anyio.create_memory_object_stream[bus.Command](
+            COMMANDS_QUEUED
+        )
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            stack.enter_context(self._commands)
+            stack.enter_context(self._commands_received)
+            endpoint = metrics.serve(self._host, self.registry)
+            stack.push_async_callback(_close_shielded, endpoint)
+            self._peer = msgspec.structs.replace(self._peer, metrics_address=endpoint.address)
+            tasks = await stack.enter_async_context(anyio.create_task_group())
+            self._tasks = tasks
+            tasks.start_soon(self._bus.run)
+            refusal = await self._join()
+            if refusal is None:
+                await self.announce("", state="joining")
+                tasks.start_soon(self._report)
+                tasks.start_soon(self._obey)
+                self._stack = stack.pop_all()
+                return self
+            tasks.cancel_scope.cancel()
+        raise refusal
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._tasks.cancel_scope.cancel()
+        if isinstance(error, anyio.get_cancelled_exc_class()):
+            await self._stack.__aexit__(kind, error, trace)
+        else:
+            await self._stack.aclose()  # an error of the body stays what it is, in no group
+
+    async def announce(
+        self,
+        address: str,
+        *,
+        state: State = "ready",
+        details: Mapping[str, str | int | float] | None = None,
+    ) -> None:
+        """Say where this member is reached and what state it is in; again whenever that changes.
+
+        `details` replaces what was said before when it is given.
+        """
+        self._peer = msgspec.structs.replace(
+            self._peer,
+            address=address,
+            state=state,
+            details=self._peer.details if details is None else dict(details),
+        )
+        await self._bus.retain(self._topics.presence(*self._own), bus.encode(self._peer))
+
+    def live(self, role: Role) -> list[Peer]:
+        """Return the live, ready members of a role, in order of id."""
+        return self.table.live(role, self._clock.now_s())
+
+    def load_of(self, peer: Peer) -> Load:
+        """Return a member's last load; empty when its role is not followed or none has come."""
+        return self.table.load(peer.start_id)
+
+    def listing(self) -> list[Listed]:
+        """Return every member that is known, live or not, for people and dashboards."""
+        now_s = self._clock.now_s()
+        return [
+            Listed(entry.peer, entry.load, is_live=self.table.is_live(entry, now_s))
+            for entry in self.table.entries()
+        ]
+
+    def refused(self, peer: Peer) -> None:
+        """Leave a member out for a while: a connection to it was refused or lost."""
+        self.table.refused(peer.start_id, self._clock.now_s())
+        self._notice()
+
+    async def changed(self) -> None:
+        """Wait until somebody comes, goes, or says something new of itself (not: a load)."""
+        await self._changed.wait()
+
+    async def follow(self, role: Role, apply: Callable[[list[Peer]], None]) -> None:
+        """Call `apply` with the live members of a role, now and after each change, for ever."""
+        applied: list[Peer] | None = None
+        while True:
+            changed, peers = self._changed, self.live(role)
+            if peers != applied:
+                apply(peers)
+                applied = peers
+            await changed.wait()
+
+    async def command(self, member_id: str, verb: str, **arguments: str | int | float) -> None:
+        """Tell a member to do something; raises Unavailable when the broker doesn't take it."""
+        payload = bus.encode(bus.Command(verb, arguments))
+        if not await self._bus.publish(self._topics.commands(member_id), payload, qos=1):
+            raise Unavailable(f"the broker {self._bus.broker} does not take commands now")
+
+    async def _join(self) -> Incompatible | None:
+        await self._echoed.wait()  # the broker's retained messages came before it
+        ours = self.hello.cluster
+        for entry in self.table.entries():
+            peer = entry.peer
+            if not ours or not peer.cluster or peer.start_id == self._peer.start_id:
+                continue
+            name = difference(ours, peer.cluster)
+            if name is not None and await self._is_alive(entry):
+                who = f"{peer.role} {peer.member_id}"
+                return Incompatible(name, ours.get(name), peer.cluster.get(name), who=who)
+        return None
+
+    async def _is_alive(self, entry: Entry) -> bool:
+        """Wait for a load of this member: a broker may keep the presence of the dead."""
+        peer = entry.peer
+        await self._bus.subscribe(self._topics.load(peer.role, peer.member_id, peer.start_id))
+        with anyio.move_on_after(JOIN_CHECK_S):
+            while entry.load_heard_s is None:
+                await self._load_came.wait()
+        return entry.load_heard_s is not None
+
+    async def _on_link_up(self) -> None:
+        self.table.link_up(self._clock.now_s())
+        self._metrics.bus_up.set(1)
+        self._metrics.bus_links.set(self._bus.links)
+        await self._bus.publish(self._topics.echo(self._peer.start_id), bus.encode(None))
+
+    def _on_link_down(self) -> None:
+        self.table.link_down()
+        self._metrics.bus_up.set(0)
+
+    def _on_message(self, topic: str, payload: bytes) -> None:
+        try:
+            self._take(topic, payload)
+        except Invalid as error:
+            self._metrics.messages_refused.inc()
+            _log.warning("message on %s: %s", topic, error)
+
+    def _take(self, topic: str, payload: bytes) -> None:
+        about = self._topics.parse(topic)
+        now_s = self._clock.now_s()
+        if about is None:
+            if topic == self._topics.commands(self._peer.member_id):
+                self._queue_command(bus.decode(payload, bus.Command))
+            else:
+                self._echoed.set()
+        elif about.kind == "load":
+            load = bus.decode(payload, dict[str, int | float | str])
+            self.table.saw_load(about.start_id, load, now_s)
+            self._load_came.set()
+            self._load_came = anyio.Event()
+        elif not payload:
+            self.table.saw_gone(about.start_id)
+        else:
+            peer = bus.decode(payload, Peer)
+            if (peer.role, peer.member_id, peer.start_id) != about[1:]:
+                raise Invalid(f"it speaks of {peer.role} {peer.member_id}@{peer.start_id}")
+            self.table.saw_presence(peer, now_s)
+        self._notice()
+
+    def _queue_command(self, command: bus.Command) -> None:
+        try:
+            self._commands.send_nowait(command)
+        except anyio.WouldBlock:
+            raise Invalid(f"{COMMANDS_QUEUED} commands wait already") from None
+
+    def _notice(self) -> None:
+        """Wake those who wait for a change, if who is live has changed since the last look."""
+        now_s = self._clock.now_s()
+        seen = (
+            self.table.version,
+            [e.peer.start_id for e in self.table.entries() if self.table.is_live(e, now_s)],
+        )
+        if seen != self._seen:
+            self._seen = seen
+            self._changed.set()
+            self._changed = anyio.Event()
+
+    async def _report(self) -> None:
+        """Send the load, and look who went silent."""
+        while True:
+            self.table.forget_unconfirmed(self._clock.now_s())
+            self._notice()
+            for role in ROLES:
+                self._metrics.members.labels(role).set(len(self.live(role)))
+            payload = bus.encode(dict(self._load()))
+            await self._bus.publish(self._topics.load(*self._own), payload)
+            await anyio.sleep(LOAD_INTERVAL_S)
+
+    async def _obey(self) -> None:
+        async for command in self._commands_received:
+            if self._on_command is None:
+                _log.warning("command %r: this role takes none", command.verb)
+                continue
+            _log.info("command %s %s", command.verb, command.arguments)
+            try:
+                await self._on_command(command)
+            except KvassError as error:
+                _log.warning("command %r failed: %s", command.verb, error)
+
+
+async def _close_shielded(endpoint: metrics.Endpoint) -> None:
+    with anyio.move_on_after(GOODBYE_S, shield=True):
+        await endpoint.close()

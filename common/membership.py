@@ -1,0 +1,176 @@
+"""Who is in the cluster, as one member sees it. Pure: the time is passed in.
+
+A member is its id with the id of its start. Presence and 'gone' name both, so what is said of an
+earlier start never touches a later one, in whatever order it arrives. Live means: present, and
+heard of within LIVE_S, judged only while the own link to the broker is up:
+
+    own link      ──up──┐       down       ┌──up─────────────────────────
+    judged by     heard │ the last view    │ REJOIN_S of grace │ heard
+
+It refuses to know how messages travel and what a load's numbers mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+Role = Literal["gateway", "prefill", "decode", "store"]
+ROLES: tuple[Role, ...] = ("gateway", "prefill", "decode", "store")
+State = Literal["joining", "ready", "draining"]
+Load = Mapping[str, int | float | str]
+
+LIVE_S = 3.0  # six loads at two a second: one lost message or one long pause demotes nobody
+REJOIN_S = 5.0  # after a broker's return: its clients come back within the longest backoff, 1 s
+DEMOTED_S = 2.0  # after a refused connection, before the peer is tried again
+
+
+class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a member says of itself: its retained presence.
+
+    `cluster` is what all must agree on (empty: it serves any model). `details` is what others of a
+    role need to know once, such as a store node's `capacity_bytes`.
+    """
+
+    role: Role
+    member_id: str
+    start_id: str
+    host_id: str
+    pid: int
+    state: State
+    started_s: float  # wall clock: only to tell which of two starts of one id is the later
+    address: str = ""  # RPC or HTTP, host:port; empty while joining
+    metrics_address: str = ""
+    cluster: dict[str, str | int] = {}
+    details: dict[str, str | int | float] = {}
+
+
+@dataclass(slots=True)
+class Entry:
+    """One start of one member. All fields are mutable except `peer`'s identity."""
+
+    peer: Peer
+    heard_s: float
+    confirmed: bool  # presence was heard since the own link last came up
+    load: dict[str, int | float | str] = field(default_factory=dict)
+    load_heard_s: float | None = None
+    demoted_until_s: float = 0.0
+
+
+class NodeTable:
+    """The members that this one knows of.
+
+    Mutable fields: `_entries` by start id, `_link_up`, `_judged_from_s`, `version` (counts changes
+    of who is present; not of loads). `followed` names the roles whose loads are received: only
+    those can be missed; of others, presence is all that is known.
+    """
+
+    def __init__(self, followed: Collection[str] = ROLES) -> None:
+        self._followed = frozenset(followed)
+        self._entries: dict[str, Entry] = {}
+        self._link_up = False
+        self._judged_from_s = 0.0
+        self.version = 0
+
+    def link_up(self, now_s: float) -> None:
+        """The own connection to the broker is up: all that are there will be heard of again."""
+        self._link_up = True
+        self._judged_from_s = now_s + REJOIN_S
+        for entry in self._entries.values():
+            entry.confirmed = False
+
+    def link_down(self) -> None:
+        """The own connection is lost: keep the last view."""
+        self._link_up = False
+
+    def saw_presence(self, peer: Peer, now_s: float) -> None:
+        """Take in a presence message, retained or fresh."""
+        entry = self._entries.get(peer.start_id)
+        if entry is None:
+            self._entries[peer.start_id] = Entry(peer, heard_s=now_s, confirmed=True)
+        else:
+            unchanged = entry.peer == peer and entry.demoted_until_s <= now_s
+            entry.peer, entry.heard_s, entry.confirmed = peer, now_s, True
+            entry.demoted_until_s = 0.0
+            if unchanged:
+                return
+        self.version += 1
+
+    def saw_gone(self, start_id: str) -> None:
+        """Take in a last will or a goodbye: it ends that start, and no other."""
+        if self._entries.pop(start_id, None) is not None:
+            self.version += 1
+
+    def saw_load(self, start_id: str, load: Load, now_s: float) -> None:
+        """Take in a load message; one of a member whose presence was not heard is dropped."""
+        entry = self._entries.get(start_id)
+        if entry is not None:
+            entry.load = dict(load)
+            entry.heard_s = entry.load_heard_s = now_s
+
+    def refused(self, start_id: str, now_s: float) -> None:
+        """A connection to this member was refused or lost: leave it out for DEMOTED_S."""
+        entry = self._entries.get(start_id)
+        if entry is not None:
+            entry.demoted_until_s = now_s + DEMOTED_S
+            self.version += 1
+
+    def forget_unconfirmed(self, now_s: float) -> None:
+        """Drop members that went while the link was down: not heard of in the grace after it."""
+        if not self._link_up or now_s < self._judged_from_s:
+            return
+        for start_id, entry in list(self._entries.items()):
+            if not entry.confirmed and not self._is_heard(entry, now_s):
+                self.saw_gone(start_id)
+
+    def live(self, role: str, now_s: float) -> list[Peer]:
+        """Return a role's members that are live and ready, in order of id; one start of each id."""
+        return [
+            entry.peer
+            for entry in self._latest(role)
+            if entry.peer.state == "ready" and self.is_live(entry, now_s)
+        ]
+
+    def __contains__(self, start_id: object) -> bool:
+        return start_id in self._entries
+
+    def load(self, start_id: str) -> Load:
+        """Return a member's last load; empty when none was heard."""
+        entry = self._entries.get(start_id)
+        return entry.load if entry is not None else {}
+
+    def entries(self, role: str | None = None) -> list[Entry]:
+        """Return the latest start of each member, of one role or of all, whatever its state."""
+        roles = ROLES if role is None else (role,)
+        return [entry for each in roles for entry in self._latest(each)]
+
+    def is_live(self, entry: Entry, now_s: float) -> bool:
+        """Judge one member: heard of lately, and not demoted."""
+        if entry.demoted_until_s > now_s:
+            return False
+        if not self._link_up or now_s < self._judged_from_s:
+            return True
+        if entry.peer.role not in self._followed:
+            return entry.confirmed
+        return self._is_heard(entry, now_s)
+
+    def _is_heard(self, entry: Entry, now_s: float) -> bool:
+        return now_s - entry.heard_s <= LIVE_S
+
+    def _latest(self, role: str) -> list[Entry]:
+        latest: dict[str, Entry] = {}
+        for entry in self._entries.values():
+            peer = entry.peer
+            if peer.role != role:
+                continue
+            other = latest.get(peer.member_id)
+            if other is None or _age(other.peer) < _age(peer):
+                latest[peer.member_id] = entry
+        return [latest[member_id] for member_id in sorted(latest)]
+
+
+def _age(peer: Peer) -> tuple[float, str]:
+    return peer.started_s, peer.start_id

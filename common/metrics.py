@@ -1,0 +1,193 @@
+"""Every Prometheus name in one place, grouped by who counts it.
+
+A process builds the groups that it needs on its member's registry, once; nothing is registered at
+import. Names are public: dashboards and alerts depend on them. It refuses to know how a value comes
+about: owners set gauges, or give a function that is read when somebody looks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from wsgiref.simple_server import WSGIServer
+
+import anyio.to_thread
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    start_http_server,
+)
+
+# A cached prompt's first token is a few ms away, a long cold one's a minute.
+_FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_INTER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 5)
+_END_TO_END_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_TRANSFER_S = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10)
+
+
+def new_registry() -> CollectorRegistry:
+    """Return a registry with what the operating system knows of this process."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    return registry
+
+
+def read(gauge: Gauge, value: Callable[[], float]) -> None:
+    """Let a gauge call `value` whenever it is scraped (from the endpoint's thread)."""
+    gauge.set_function(value)
+
+
+class MemberMetrics:
+    """Every role: its link to the control plane."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.bus_up = Gauge(
+            "kvass_bus_up", "1 while the link to the broker is up", registry=registry
+        )
+        self.bus_links = Gauge(
+            "kvass_bus_links", "Connections made to the broker so far", registry=registry
+        )
+        self.members = Gauge("kvass_members", "Live members seen", ["role"], registry=registry)
+        self.messages_refused = Counter(
+            "kvass_bus_messages_refused",
+            "Control messages that did not parse or were too many",
+            registry=registry,
+        )
+
+
+class PoolMetrics:
+    """Prefill and decode: the paged KV pool and what was found in it."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.usage_percent = Gauge(
+            "kvass_kv_cache_usage_percent", "Share of the pool's blocks in use", registry=registry
+        )
+        self.total_blocks = Gauge(
+            "kvass_kv_cache_total_blocks", "Blocks that the pool holds", registry=registry
+        )
+        self.used_blocks = Gauge(
+            "kvass_kv_cache_used_blocks", "Blocks in use by requests", registry=registry
+        )
+        self.hit_rate = Gauge(
+            "kvass_prefix_cache_hit_rate",
+            "Share of prompt tokens whose KV was found, of those of the last minutes",
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(
+            "kvass_prompt_tokens", "Prompt tokens, by where their KV came from", ["source"],
+            registry=registry,
+        )  # fmt: skip
+        self.running = Gauge("kvass_running", "Requests or jobs in the batch", registry=registry)
+        self.waiting = Gauge("kvass_waiting", "Requests or jobs that wait", registry=registry)
+        self.step_seconds = Histogram(
+            "kvass_step_seconds", "Time of one step", buckets=_INTER_TOKEN_S, registry=registry
+        )
+
+
+class BlockMetrics:
+    """Whoever moves blocks: bytes, times, and everything that became a miss, by reason."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.bytes = Counter(
+            "kvass_transfer_bytes", "Block bytes moved", ["direction"], registry=registry
+        )
+        self.seconds = Histogram(
+            "kvass_transfer_seconds",
+            "Time of one transfer",
+            ["direction"],
+            buckets=_TRANSFER_S,
+            registry=registry,
+        )
+        self.misses = Counter(
+            "kvass_block_misses", "Blocks that could not be had, by reason", ["reason"],
+            registry=registry,
+        )  # fmt: skip
+        self.refusals = Counter(
+            "kvass_block_refusals", "Blocks that a store would not take", ["reason"],
+            registry=registry,
+        )  # fmt: skip
+
+
+class StoreMetrics:
+    """A store node: its slab, by state; its calls."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.slots = Gauge("kvass_store_slots", "Slots, by state", ["state"], registry=registry)
+        self.blocks = Counter(
+            "kvass_store_blocks", "Blocks, by what became of them", ["event"], registry=registry
+        )
+        self.lookups = Counter(
+            "kvass_store_lookups", "Blocks looked up, by answer", ["answer"], registry=registry
+        )
+
+
+class RequestMetrics:
+    """The gateway: requests as clients see them."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.requests = Counter(
+            "kvass_requests", "Requests, by outcome", ["outcome"], registry=registry
+        )
+        self.prompt_tokens = Counter(
+            "kvass_request_prompt_tokens", "Prompt tokens of requests", registry=registry
+        )
+        self.cached_tokens = Counter(
+            "kvass_request_cached_tokens", "Prompt tokens not computed", registry=registry
+        )
+        self.generated_tokens = Counter(
+            "kvass_request_generated_tokens", "Tokens generated", registry=registry
+        )
+        self.hit_rate = Gauge(
+            "kvass_prefix_cache_hit_rate",
+            "Share of prompt tokens whose KV was not computed, of those of the last minutes",
+            registry=registry,
+        )
+        self.running = Gauge("kvass_requests_running", "Requests in flight", registry=registry)
+        self.resumed = Counter(
+            "kvass_requests_resumed", "Streams that went on elsewhere", registry=registry
+        )
+        self.first_token_seconds = Histogram(
+            "kvass_time_to_first_token_seconds",
+            "From the request's arrival to its first token",
+            buckets=_FIRST_TOKEN_S,
+            registry=registry,
+        )
+        self.inter_token_seconds = Histogram(
+            "kvass_inter_token_latency_seconds",
+            "Between a stream's tokens",
+            buckets=_INTER_TOKEN_S,
+            registry=registry,
+        )
+        self.end_to_end_seconds = Histogram(
+            "kvass_e2e_request_latency_seconds",
+            "From the request's arrival to its end",
+            buckets=_END_TO_END_S,
+            registry=registry,
+        )
+
+
+class Endpoint:
+    """A process's `/metrics`, on a port of its own and in a thread of its own."""
+
+    def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
+        self._server = server
+        self._thread = thread
+        host, port = server.server_address[:2]
+        self.address = f"{host!s}:{port}"
+
+    async def close(self) -> None:
+        """Stop answering; returns when the thread has ended."""
+        await anyio.to_thread.run_sync(self._close)
+
+    def _close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def serve(host: str, registry: CollectorRegistry) -> Endpoint:
+    """Serve a registry on a free port of `host`."""
+    return Endpoint(*start_http_server(0, addr=host, registry=registry))

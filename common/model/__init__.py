@@ -1,0 +1,1 @@
+"""Models: fetching, identity, tokenisation (all without torch) and the forward pass."""

@@ -1,0 +1,106 @@
+"""What blocks are named after, and what all members of a cluster must agree on. Torch-free.
+
+`cluster_fields` is the readable form: exchanged on connect, a difference is refused with the field
+named. `namespace` is its hash, the root of every key. What changes a bit of stored KV is in both.
+
+No supported rope depends on the total length (spec.py refuses those that do), so `max_model_len` is
+agreed on but does not enter the namespace.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from hashlib import blake2b
+from pathlib import Path
+
+from kvass.common.block import BlockLayout, KvDtype
+from kvass.common.config import ClusterConfig
+from kvass.common.errors import Invalid
+from kvass.common.kernels.numerics import DEVICE_KIND, NUMERICS
+from kvass.common.keys import Canonical, Namespace, namespace_of
+from kvass.common.model.checkpoint import weights_digest
+from kvass.common.model.spec import ModelSpec
+
+# The format that the weights are executed in, whatever the checkpoint holds.
+EXECUTED_DTYPE = "bf16"
+# Which of K and V are stored rotated by the Hadamard matrix (DESIGN §3).
+_ROTATION: dict[KvDtype, str] = {"fp8": "hadamard k", "int8": "hadamard k v", "bf16": "none"}
+
+
+def layout_of(spec: ModelSpec, cluster: ClusterConfig) -> BlockLayout:
+    """Return the layout of this model's blocks; raises Invalid if head_groups does not fit it."""
+    return BlockLayout(
+        layers=spec.layers,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        block_tokens=cluster.block_tokens,
+        kv_dtype=cluster.kv_dtype,
+        head_groups=cluster.head_groups,
+    )
+
+
+def max_model_len(spec: ModelSpec, cluster: ClusterConfig) -> int:
+    """Return the most tokens of prompt and answer together; raises Invalid beyond the model's."""
+    asked, most = cluster.max_model_len, spec.max_position_embeddings
+    if not 0 <= asked <= most:
+        raise Invalid(
+            f"cluster.max_model_len is {asked}; this model has positions for at most {most} tokens"
+        )
+    return asked or most
+
+
+def cluster_fields(
+    model_dir: Path, spec: ModelSpec, cluster: ClusterConfig
+) -> dict[str, str | int]:
+    """Return what all members must agree on, in words that an operator can act on."""
+    identity = _identity(model_dir, spec, cluster)
+    fields = dict(identity)
+    fields["max_model_len"] = max_model_len(spec, cluster)
+    fields["namespace"] = namespace_of(_canonical(identity)).hex()
+    return fields
+
+
+def namespace(model_dir: Path, spec: ModelSpec, cluster: ClusterConfig) -> Namespace:
+    """Return the root of every key of this model in this numeric format."""
+    return namespace_of(_canonical(_identity(model_dir, spec, cluster)))
+
+
+def _canonical(identity: dict[str, str | int]) -> dict[str, Canonical]:
+    return dict(identity.items())
+
+
+def _identity(model_dir: Path, spec: ModelSpec, cluster: ClusterConfig) -> dict[str, str | int]:
+    """Everything that changes a bit of stored KV, each under a name of its own.
+
+    The names sort before "namespace", so that a difference is reported by its cause.
+    """
+    return {
+        **layout_of(spec, cluster).identity(),
+        "kv_rotation": _ROTATION[cluster.kv_dtype],
+        "k_offsets": "none",
+        "model_adapter": "none",
+        "model_architecture": spec.architecture,
+        "model_attention": f"{spec.heads} heads on {spec.kv_heads}, scale 1/sqrt({spec.head_dim})",
+        "model_dtype": EXECUTED_DTYPE,
+        "model_norm": f"rms {spec.rms_norm_eps!r}",
+        "model_rope": _rope(spec),
+        "model_tokenizer": _file_digest(model_dir / "tokenizer.json"),
+        "model_weights": weights_digest(model_dir, spec),
+        "kernels_numerics": NUMERICS,
+        "device_kind": DEVICE_KIND,
+    }
+
+
+def _rope(spec: ModelSpec) -> str:
+    words = [f"theta {spec.rope_theta!r}"]
+    if spec.rope_scaling is not None:
+        words.append("llama3")
+        words += [f"{name} {value!r}" for name, value in asdict(spec.rope_scaling).items()]
+    return ", ".join(words)
+
+
+def _file_digest(path: Path) -> str:
+    try:
+        return blake2b(path.read_bytes(), digest_size=32).hexdigest()
+    except OSError as error:
+        raise Invalid(f"{path}: {error}") from None

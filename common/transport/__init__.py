@@ -1,0 +1,1 @@
+"""Bytes between the memories of two processes: one seam, its transports, the simulation's."""

@@ -1,0 +1,91 @@
+"""Checks and slices of `Copies`. Pure.
+
+Addresses and sizes may come from a peer, so nothing is assumed: an address is a user-space one, a
+sum never overflows, and what is local lies inside one registered region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvass.common.errors import Invalid
+from kvass.common.transport.seam import Copies, Region
+
+RANGES_MAX = 65_536  # in one call: 12 GB of the default model's blocks, far over any landing buffer
+SLICE_BYTES = 16 << 20  # 2 ms of cross-memory attach: how often deadlines and peers are looked at
+SLICE_RANGES = 1_024
+_ADDRESS_MAX = np.uint64(1 << 56)  # user space ends below, also with five-level page tables
+_SIZE_MAX = np.uint64(1 << 40)
+
+
+def check(copies: Copies, regions: Sequence[Region]) -> None:
+    """Raise Invalid unless `copies` is well-formed and its local side is registered memory."""
+    count = len(copies.sizes)
+    if not count == len(copies.local) == len(copies.remote):
+        raise Invalid(
+            f"copies: {len(copies.local)} local addresses, {len(copies.remote)} remote ones and "
+            f"{count} sizes; expected equally many"
+        )
+    if count > RANGES_MAX:
+        raise Invalid(f"copies: {count} ranges in one call; at most {RANGES_MAX}")
+    for name, array, most in (
+        ("local", copies.local, _ADDRESS_MAX),
+        ("remote", copies.remote, _ADDRESS_MAX),
+        ("sizes", copies.sizes, _SIZE_MAX),
+    ):
+        if array.dtype != np.uint64 or array.ndim != 1:
+            raise Invalid(f"copies.{name}: expected one dimension of uint64, got {array.dtype}")
+        if count and int(array.max()) > most:
+            raise Invalid(f"copies.{name}: {int(array.max()):#x} is over {int(most):#x}")
+    if count and int(copies.sizes.min()) == 0:
+        raise Invalid("copies.sizes: a range of no bytes")
+    outside = ~within(copies.local, copies.sizes, regions)
+    if outside.any():
+        address = int(copies.local[int(outside.argmax())])
+        raise Invalid(f"copies.local: {address:#x} is not inside registered memory")
+
+
+def within(
+    addresses: NDArray[np.uint64], sizes: NDArray[np.uint64], regions: Sequence[Region]
+) -> NDArray[np.bool_]:
+    """Return for each range whether it lies inside one of `regions`."""
+    inside = np.zeros(len(addresses), dtype=np.bool_)
+    ends = addresses + sizes
+    for region in regions:
+        first, end = np.uint64(region.address), np.uint64(region.address + region.size)
+        inside |= (addresses >= first) & (ends <= end)
+    return inside
+
+
+def slices(copies: Copies) -> Iterator[Copies]:
+    """Yield pieces of `copies`, in order, none over SLICE_BYTES or SLICE_RANGES."""
+    copies = _cut(copies)
+    ends = np.cumsum(copies.sizes)
+    first, taken = 0, 0
+    while first < len(ends):
+        last = int(np.searchsorted(ends, np.uint64(taken + SLICE_BYTES), side="right"))
+        last = min(last, first + SLICE_RANGES)
+        assert last > first, "a range over SLICE_BYTES was not cut"
+        piece = slice(first, last)
+        yield Copies(copies.local[piece], copies.remote[piece], copies.sizes[piece])
+        first, taken = last, int(ends[last - 1])
+
+
+def _cut(copies: Copies) -> Copies:
+    """Cut ranges that are longer than a slice."""
+    sizes = copies.sizes
+    if not len(sizes) or int(sizes.max()) <= SLICE_BYTES:
+        return copies
+    limit = np.uint64(SLICE_BYTES)
+    pieces = ((sizes + limit - np.uint64(1)) // limit).astype(np.int64)
+    owner = np.repeat(np.arange(len(sizes)), pieces)
+    number = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    offsets = number.astype(np.uint64) * limit
+    return Copies(
+        copies.local[owner] + offsets,
+        copies.remote[owner] + offsets,
+        np.minimum(sizes[owner] - offsets, limit),
+    )

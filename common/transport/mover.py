@@ -1,0 +1,276 @@
+"""The one thread of a process that touches NIXL: it owns all agents, and runs all their transfers.
+
+NIXL's agents are not thread-safe and have no descriptor to wait on, so somebody must poll them. The
+mover blocks on its command queue while nothing is in flight (an idle process uses no CPU), and
+polls while transfers are in flight or landing buffers are lent, at first without a pause, then with
+pauses up to `PAUSE_MAX_S`. It refuses to know what a transfer does: it only steps, stops and
+reports.
+
+    event loop ── bounded queue ──> mover thread ── call_soon_threadsafe ──> event loop
+
+Every transfer has a deadline, checked between its steps. A cancelled caller waits, shielded, until
+its transfer has been stopped: what `stop` promises holds when `transfer` returns or raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Literal, Protocol, TypeVar
+
+import anyio
+
+from kvass.common.errors import (
+    DeadlineExceeded,
+    KvassError,
+    Overloaded,
+    TransferFailed,
+    Unavailable,
+)
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+Progress = Literal["idle", "moved", "done"]
+
+COMMANDS_MAX = 4096  # four times the calls that one RPC connection may have open
+SPINS = 64  # empty polls before the first pause: about 0.2 ms, an RTT on a quiet machine
+PAUSE_MIN_S = 50e-6  # about what the kernel's timer slack makes of anything shorter
+PAUSE_MAX_S = 1e-3  # bounds the delay of a completion; costs 2-3 % of a core while it lasts
+CLOSE_TIMEOUT_S = 5.0
+
+
+class Transfer(Protocol):
+    """A transfer as the mover sees it; both methods run on the mover's thread."""
+
+    def step(self) -> Progress:
+        """Do a bounded piece of work. Raises a KvassError when the transfer has failed, after which
+        nothing of it is in flight."""
+        ...
+
+    def stop(self) -> None:
+        """End the transfer for sure: nothing of it is in flight afterwards."""
+        ...
+
+
+class Watcher(Protocol):
+    """Something that needs polling though this process started no transfer: lent memory."""
+
+    def active(self) -> bool: ...
+
+    def poll(self) -> Progress: ...
+
+
+class _Job:
+    """A transfer under way. Mutable field: `cancelled`, set by the event loop, read by the
+    mover."""
+
+    __slots__ = ("cancelled", "deadline", "ended", "transfer")
+
+    def __init__(
+        self, transfer: Transfer, deadline: float, ended: Callable[[BaseException | None], None]
+    ) -> None:
+        self.transfer = transfer
+        self.deadline = deadline
+        self.ended = ended
+        self.cancelled = False
+
+
+class Mover:
+    """The mover thread. Start it once a process; `close` it on the event loop's way out.
+
+    Mutable fields: `_thread`, `_closing` (event loop); `_jobs`, `_watchers`, `_closers` (the
+    thread's).
+    """
+
+    def __init__(self) -> None:
+        self._commands: queue.Queue[Callable[[], None]] = queue.Queue(COMMANDS_MAX)
+        self._jobs: list[_Job] = []
+        self._watchers: list[Watcher] = []
+        self._closers: list[Callable[[], None]] = []
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvass-mover", daemon=True)
+        self._thread.start()
+        # Agents must not be destroyed by the interpreter's tear-down, in any order, in any thread.
+        atexit.register(self.close)
+
+    def watch(self, watcher: Watcher) -> None:
+        """Poll `watcher` whenever it is active. Call it on the mover's thread."""
+        self._watchers.append(watcher)
+
+    def on_close(self, closer: Callable[[], None]) -> None:
+        """Run `closer` on the mover's thread when the mover is closed."""
+        self._closers.append(closer)
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Run `command` on the mover's thread, soon; nobody waits. Raises Overloaded,
+        Unavailable."""
+        if self._closing.is_set():
+            raise Unavailable("the transport of this process is closed")
+        try:
+            self._commands.put_nowait(command)
+        except queue.Full:
+            raise Overloaded(f"{COMMANDS_MAX} transfers wait for this process's mover") from None
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Run `function` on the mover's thread and return its result.
+
+        Shielded: a result that stands for a resource always reaches the caller.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def command() -> None:
+            try:
+                result = function()
+            except BaseException as error:
+                _deliver(loop, future, error, None)
+            else:
+                _deliver(loop, future, None, result)
+
+        self.post(command)
+        with anyio.CancelScope(shield=True):
+            await asyncio.wait([future])
+        return future.result()
+
+    async def transfer(self, transfer: Transfer, *, deadline_s: float) -> None:
+        """Run `transfer` to its end. Raises what it raises, or DeadlineExceeded."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        job = _Job(
+            transfer,
+            time.monotonic() + deadline_s,
+            lambda error: _deliver(loop, future, error, None),
+        )
+        self.post(lambda: self._jobs.append(job))
+        try:
+            await asyncio.shield(future)
+        except asyncio.CancelledError:
+            job.cancelled = True
+            with anyio.CancelScope(shield=True):
+                await asyncio.wait([future])
+            if not future.cancelled():
+                future.exception()  # the cancellation is what the caller is told
+            raise
+
+    def close(self) -> None:
+        """Stop the thread: transfers in flight fail, agents are destroyed. Safe to call twice."""
+        atexit.unregister(self.close)
+        if not self._closing.is_set():
+            self._closing.set()
+            try:
+                self._commands.put_nowait(lambda: None)  # wakes it
+            except queue.Full:
+                pass  # it is awake, then
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            _log.error("mover: still inside a NIXL call after %g s", CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        empty = 0
+        try:
+            while not self._closing.is_set():
+                commanded = self._run_commands(self._pause(empty))
+                moved = self._poll()
+                empty = 0 if commanded or moved else empty + 1
+        finally:
+            self._closing.set()
+            self._shut_down()
+
+    def _pause(self, empty: int) -> float | None:
+        if not self._jobs and not any(watcher.active() for watcher in self._watchers):
+            return None
+        if empty < SPINS:
+            return 0.0
+        return float(min(PAUSE_MIN_S * 2 ** ((empty - SPINS) // 8), PAUSE_MAX_S))
+
+    def _run_commands(self, pause_s: float | None) -> bool:
+        """Run what is queued; wait up to `pause_s` (None: for ever) when nothing is."""
+        try:
+            if pause_s == 0.0:
+                time.sleep(0)  # lets the event loop have the interpreter lock between two polls
+                command = self._commands.get_nowait()
+            else:
+                command = self._commands.get(timeout=pause_s)
+            for _ in range(COMMANDS_MAX):
+                command()
+                command = self._commands.get_nowait()
+        except queue.Empty:
+            return False
+        return True
+
+    def _poll(self) -> bool:
+        moved = False
+        for job in list(self._jobs):
+            progress = self._step(job)
+            moved |= progress != "idle"
+            if progress == "done":
+                self._jobs.remove(job)
+        for watcher in self._watchers:
+            if watcher.active():
+                moved |= watcher.poll() != "idle"
+        return moved
+
+    def _step(self, job: _Job) -> Progress:
+        """Step a job, or stop it when its time is over. A fault ends the job, never the mover."""
+        try:
+            if job.cancelled or time.monotonic() >= job.deadline:
+                job.transfer.stop()
+                raise DeadlineExceeded("the transfer did not end before its deadline")
+            progress = job.transfer.step()
+        except KvassError as error:
+            job.ended(error)
+            return "done"
+        except Exception as error:
+            _log.exception("mover: a transfer failed in a way that is not mapped")
+            job.ended(TransferFailed(repr(error)))
+            return "done"
+        if progress == "done":
+            job.ended(None)
+        return progress
+
+    def _shut_down(self) -> None:
+        """Fail what is queued or in flight, then destroy the agents, newest first."""
+        error = Unavailable("the transport of this process was closed")
+        while True:
+            try:
+                self._commands.get_nowait()()
+            except queue.Empty:
+                break
+        for job in self._jobs:
+            try:
+                job.transfer.stop()
+            except KvassError as failed:
+                _log.warning("mover: stopping a transfer at close: %s", failed)
+            job.ended(error)
+        self._jobs.clear()
+        for closer in reversed(self._closers):
+            closer()
+        self._closers.clear()
+
+
+def _deliver(
+    loop: asyncio.AbstractEventLoop,
+    future: asyncio.Future[Any],
+    error: BaseException | None,
+    result: object,
+) -> None:
+    """Settle `future` in its loop, from the mover's thread."""
+
+    def settle() -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    try:
+        loop.call_soon_threadsafe(settle)
+    except RuntimeError:
+        _log.debug("mover: the event loop has closed; nobody waits for this result")

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible front: validates, routes, follows each request to its end."""

@@ -1,0 +1,166 @@
+"""The gateway's process: what it needs to know of the model, its place in the cluster, its server.
+
+Order matters at both ends: the cluster knows the gateway once it can answer; and it stops
+accepting, lets answers end, and only then lets go of the workers. It refuses to load torch or a
+transport.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+from anyio.abc import TaskStatus
+
+from kvass.common import wire
+from kvass.common.clock import RealClock
+from kvass.common.config import DEFAULT_MODEL, ClusterConfig, Config
+from kvass.common.keys import Namespace
+from kvass.common.member import Member
+from kvass.common.membership import Peer
+from kvass.common.metrics import RequestMetrics
+from kvass.common.model.fetch import resolve_model
+from kvass.common.model.identity import cluster_fields, layout_of, max_model_len
+from kvass.common.model.spec import load_spec
+from kvass.common.model.tokenizer import Tokenizer
+from kvass.common.rpc import Dialer
+from kvass.gateway.ask import Served
+from kvass.gateway.fleet import Admission, Fleet
+from kvass.gateway.routes import create_app
+from kvass.gateway.server import HttpServer, bind
+from kvass.kvstore.client import StoreClient
+from kvass.kvstore.placement import StoreNode
+
+GRACE_S = 20.0  # for answers that are under way when the process is told to stop
+GOODBYE_S = 2.0
+
+
+def served_name(cluster: ClusterConfig) -> str:
+    """Return the name under which clients ask for the model."""
+    if cluster.served_model_name or cluster.model == DEFAULT_MODEL:
+        return cluster.served_model_name or DEFAULT_MODEL
+    return Path(cluster.model).resolve().name
+
+
+def load_served(config: Config) -> tuple[Served, Mapping[str, str | int]]:
+    """Read the served model's facts and what all members must agree on; blocks on the disk."""
+    cluster = config.cluster
+    model_dir = resolve_model(cluster.model, progress=False)
+    spec = load_spec(model_dir)
+    fields = cluster_fields(model_dir, spec, cluster)
+    served = Served(
+        name=served_name(cluster),
+        created_s=int(time.time()),
+        window=max_model_len(spec, cluster),
+        vocabulary=spec.vocab_size,
+        namespace=Namespace(bytes.fromhex(str(fields["namespace"]))),
+        block_tokens=cluster.block_tokens,
+        block_bytes=layout_of(spec, cluster).block_size,
+        text=Tokenizer.load(model_dir),
+        salt_secret=os.environ.get("KVASS_SALT_SECRET", "").encode(),
+        prefix_reuse=config.gateway.prefix_reuse,
+    )
+    return served, fields
+
+
+async def serve(
+    config: Config,
+    *,
+    member_id: str,
+    task_status: TaskStatus[str] = anyio.TASK_STATUS_IGNORED,
+) -> None:
+    """Run a gateway until cancelled, then drain it; starts with its `host:port`."""
+    served, fields = await anyio.to_thread.run_sync(load_served, config)
+    life = _Life()
+    with bind(config.gateway.host, config.gateway.port) as bound:
+        async with anyio.create_task_group() as told:
+            told.start_soon(life.until_cancelled)
+            with life.work:
+                await _serve(config, served, fields, member_id, bound, life, task_status)
+            told.cancel_scope.cancel()
+
+
+@dataclass(slots=True, eq=False)
+class _Life:
+    """A cancellation, turned into a request to drain. Mutable field: `is_serving`.
+
+    Before it serves, the process just ends; after that `work` goes on until it has drained.
+    """
+
+    stopping: anyio.Event = field(default_factory=anyio.Event)
+    work: anyio.CancelScope = field(default_factory=lambda: anyio.CancelScope(shield=True))
+    is_serving: bool = False
+
+    async def until_cancelled(self) -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            self.stopping.set()
+            if not self.is_serving:
+                self.work.cancel()
+
+
+async def _serve(
+    config: Config,
+    served: Served,
+    fields: Mapping[str, str | int],
+    member_id: str,
+    bound: socket.socket,
+    life: _Life,
+    task_status: TaskStatus[str],
+) -> None:
+    admission = Admission()
+    async with (
+        Member(
+            config,
+            role="gateway",
+            member_id=member_id,
+            cluster_fields=fields,
+            load=lambda: {"running": admission.choices},
+        ) as member,
+        anyio.create_task_group() as tasks,
+    ):
+        store = StoreClient(member.hello, tasks)
+        fleet = Fleet(
+            served=served,
+            members=member,
+            dialer=Dialer(tasks, member.hello, wire.Tags(wire.WORKER_REPLIES)),
+            store=store,
+            metrics=RequestMetrics(member.registry),
+            config=config.gateway,
+            clock=RealClock(),
+            admission=admission,
+        )
+        tasks.start_soon(fleet.patrol)
+        tasks.start_soon(member.follow, "store", lambda peers: store.set_nodes(_nodes(peers)))
+        app = create_app(fleet, member.registry, cluster_name=config.cluster.name)
+        server = HttpServer(app, grace_s=GRACE_S)
+        tasks.start_soon(server.run_on, bound)
+        await server.accepting.wait()
+        host, port = bound.getsockname()[:2]
+        await member.announce(f"{host}:{port}")
+        life.is_serving = True
+        task_status.started(f"{host}:{port}")
+        await life.stopping.wait()
+        with anyio.move_on_after(GOODBYE_S):
+            await member.announce(f"{host}:{port}", state="draining")
+        await server.drain()
+        tasks.cancel_scope.cancel()
+
+
+def _nodes(peers: Sequence[Peer]) -> list[StoreNode]:
+    return [
+        StoreNode(
+            member_id=peer.member_id,
+            address=peer.address,
+            capacity_bytes=int(peer.details.get("capacity_bytes", 0)),
+            host_id=peer.host_id,
+        )
+        for peer in peers
+    ]

@@ -1,0 +1,185 @@
+"""The workers and the store as the gateway's requests use them: views, connections, calls.
+
+It knows who is live, what this process has sent to whom, and when to give up on a peer that hangs
+instead of dying. It refuses to know what a request means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import anyio
+
+from kvass.common import errors
+from kvass.common.clock import Clock
+from kvass.common.config import GatewayConfig
+from kvass.common.keys import Chain
+from kvass.common.membership import Load, NodeTable, Peer, Role
+from kvass.common.metrics import RequestMetrics
+from kvass.common.rpc import Client, Dialer
+from kvass.common.wire import Range
+from kvass.gateway.ask import Served
+from kvass.gateway.route import Affinity, Worker
+
+PATROL_S = 0.25  # a lost peer is given up within the membership's 3 s and this
+# Choices in flight in this process. One connection carries 1,024 calls, and each choice is one.
+CHOICES_MAX = 1024
+
+
+class Members(Protocol):
+    """What the gateway needs of `common.member.Member`."""
+
+    @property
+    def table(self) -> NodeTable: ...
+
+    def live(self, role: Role) -> list[Peer]: ...
+
+    def load_of(self, peer: Peer) -> Load: ...
+
+    def refused(self, peer: Peer) -> None: ...
+
+
+class Store(Protocol):
+    """What the gateway needs of `kvstore.client.StoreClient`."""
+
+    async def lookup(
+        self, chain: Chain, ranges: Sequence[Range], *, deadline_s: float
+    ) -> list[Range]: ...
+
+    async def release_hold(self, owner: str) -> None: ...
+
+    async def stats(self) -> Sequence[object]: ...
+
+
+@dataclass(slots=True, eq=False)
+class InFlight:
+    """One call to a worker. `missing_tokens` is what it must compute before its first token."""
+
+    peer: Peer
+    missing_tokens: int
+    scope: anyio.CancelScope
+    lost: str = ""
+
+    def lose(self, reason: str) -> None:
+        """End the call as if its connection had been lost."""
+        self.lost = self.lost or reason
+        self.scope.cancel()
+
+
+@dataclass(slots=True, eq=False)
+class Admission:
+    """How many choices this process serves at once. Mutable field: `choices`."""
+
+    choices_max: int = CHOICES_MAX
+    choices: int = 0
+
+    @contextmanager
+    def admit(self, choices: int) -> Iterator[None]:
+        """Take room for an answer's choices; raises Overloaded where there is none."""
+        if self.choices and self.choices + choices > self.choices_max:
+            raise errors.Overloaded(
+                f"{self.choices} answers are in flight here; at most {self.choices_max} may be"
+            )
+        self.choices += choices
+        try:
+            yield
+        finally:
+            self.choices -= choices
+
+
+@dataclass(slots=True, eq=False)
+class Fleet:
+    """Everything that the requests of one gateway share.
+
+    Mutable fields: `admission`, `affinity`, `_calls` (in flight).
+    """
+
+    served: Served
+    members: Members
+    dialer: Dialer
+    store: Store
+    metrics: RequestMetrics
+    config: GatewayConfig
+    clock: Clock
+    admission: Admission = field(default_factory=Admission)
+    affinity: Affinity = field(default_factory=Affinity)
+    _calls: list[InFlight] = field(default_factory=list)
+
+    def workers(self, role: Role) -> list[Worker]:
+        """Return the views of a role's live workers; what this process sent since their last load
+        is counted in."""
+        return [self._view(peer) for peer in self.members.live(role)]
+
+    def _view(self, peer: Peer) -> Worker:
+        worker = Worker.of_load(peer.member_id, peer.start_id, self.members.load_of(peer))
+        own = [call for call in self._calls if call.peer.start_id == peer.start_id]
+        return replace(
+            worker,
+            running=max(worker.running, len(own) - worker.waiting),
+            waiting_tokens=max(worker.waiting_tokens, sum(call.missing_tokens for call in own)),
+        )
+
+    async def client(self, role: Role, start_id: str) -> tuple[Peer, Client]:
+        """Connect to a worker; one that refuses is left out for a while. Raises Unavailable."""
+        for peer in self.members.live(role):
+            if peer.start_id == start_id:
+                break
+        else:
+            raise errors.Unavailable(f"the {role} worker {start_id} has left")
+        try:
+            client = await self.dialer.client(peer.address)
+        except errors.KvassError as error:
+            self.members.refused(peer)
+            raise errors.Unavailable(f"{role} {peer.member_id}: {error}") from None
+        if client.peer.start_id != start_id:
+            await self.dialer.hang_up(peer.address)
+            raise errors.Unavailable(f"another process has the address of {role} {peer.member_id}")
+        return peer, client
+
+    @contextmanager
+    def call(self, peer: Peer, client: Client, missing_tokens: int) -> Iterator[InFlight]:
+        """Account for a call; raises Unavailable from it once the peer is gone or is given up."""
+        with anyio.CancelScope() as scope:
+            flight = InFlight(peer, missing_tokens, scope)
+            self._calls.append(flight)
+            try:
+                yield flight
+            except errors.Unavailable:
+                if client.closed_because is not None:
+                    self.members.refused(peer)
+                raise
+            finally:
+                self._calls.remove(flight)
+        if flight.lost and scope.cancelled_caught:
+            raise errors.Unavailable(f"{peer.role} {peer.member_id}: {flight.lost}")
+
+    async def patrol(self) -> None:
+        """Give up calls to peers that membership has lost; runs as long as the gateway."""
+        while True:
+            await anyio.sleep(PATROL_S)
+            for flight in list(self._calls):
+                if self._is_gone(flight.peer):
+                    flight.lose("it stopped being heard of")
+
+    def _is_gone(self, peer: Peer) -> bool:
+        table, now_s = self.members.table, self.clock.now_s()
+        for entry in table.entries(peer.role):
+            if entry.peer.start_id == peer.start_id:
+                # A demoted peer refused somebody's connection; that says nothing of this one.
+                return entry.demoted_until_s <= now_s and not table.is_live(entry, now_s)
+        return True
+
+    def why_not_ready(self) -> str:
+        """Return why no completion can be served now; empty if one can."""
+        return "" if self.members.live("decode") else "no decode worker is ready"
+
+    def degraded(self) -> list[str]:
+        """Return what is absent that completions do without, at a cost."""
+        costs: dict[Role, str] = {
+            "prefill": "no prefill worker is ready: decode workers compute prompts",
+            "store": "no store node is ready: only what a decode worker holds itself is reused",
+        }
+        return [cost for role, cost in costs.items() if not self.members.live(role)]

@@ -1,0 +1,182 @@
+"""The gateway's routes: completions, models, health, the cluster's state, metrics.
+
+It refuses to know how a completion comes about (exchange, session) and how this process came up
+(`app`). Every error leaves in OpenAI's shape.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import anyio
+import msgspec
+from fastapi import FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from kvass.common import errors
+from kvass.common.membership import Entry
+from kvass.gateway import replies
+from kvass.gateway.exchange import Exchange
+from kvass.gateway.fleet import Fleet
+from kvass.gateway.observe import HitRate
+from kvass.gateway.openai import ChatRequest, CompletionRequest, parse
+
+_log = logging.getLogger(__name__)
+
+BODY_S = 60.0  # a body that takes longer is a client that hangs
+# Of a body over the limit this much more is read and dropped: a client that is still writing would
+# see a reset connection instead of the answer.
+DRAIN_FACTOR = 4
+STATS_S = 2.0
+
+
+def create_app(fleet: Fleet, registry: CollectorRegistry, *, cluster_name: str) -> FastAPI:
+    """Build the application over one fleet."""
+    app = FastAPI(title="Kvass", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_exception_handler(errors.KvassError, _answer_error)
+    app.add_exception_handler(HTTPException, _answer_http)
+    app.add_exception_handler(Exception, _answer_bug)
+    _add_completions(app, fleet)
+    _add_models(app, fleet)
+    _add_operations(app, fleet, registry, cluster_name)
+    return app
+
+
+def _add_completions(app: FastAPI, fleet: Fleet) -> None:
+    hit_rate = HitRate()
+
+    @app.post("/v1/completions")
+    async def complete(request: Request) -> Response:
+        body = await _read_body(request, fleet.config.body_bytes_max)
+        return Exchange(fleet, hit_rate, parse(body, CompletionRequest))
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        body = await _read_body(request, fleet.config.body_bytes_max)
+        return Exchange(fleet, hit_rate, parse(body, ChatRequest))
+
+
+def _add_models(app: FastAPI, fleet: Fleet) -> None:
+    served = fleet.served
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json(200, replies.models(served.name, served.created_s, served.window))
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        if name != served.name:
+            raise errors.Invalid(
+                f"The model {name!r} does not exist; this server has {served.name!r}",
+                parameter="model",
+                http_status=404,
+            )
+        return _json(200, replies.model(served.name, served.created_s, served.window))
+
+
+def _add_operations(
+    app: FastAPI, fleet: Fleet, registry: CollectorRegistry, cluster_name: str
+) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        why_not = fleet.why_not_ready()
+        if why_not:
+            return _json(503, {"status": "unavailable", "reason": why_not})
+        return _json(200, {"status": "ok", "degraded": fleet.degraded()})
+
+    @app.get("/v1/cluster")
+    async def cluster() -> Response:
+        now_s = fleet.clock.now_s()
+        table = fleet.members.table
+        members = [_member(each, table.is_live(each, now_s)) for each in table.entries()]
+        return _json(
+            200,
+            {
+                "cluster": cluster_name,
+                "model": fleet.served.name,
+                "max_model_len": fleet.served.window,
+                "members": members,
+                "store": await _store_counts(fleet),
+            },
+        )
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        fleet.metrics.running.set(fleet.admission.choices)
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _member(entry: Entry, is_live: bool) -> dict[str, object]:
+    peer = entry.peer
+    return {
+        "role": peer.role,
+        "id": peer.member_id,
+        "start_id": peer.start_id,
+        "host_id": peer.host_id,
+        "pid": peer.pid,
+        "address": peer.address,
+        "metrics_address": peer.metrics_address,
+        "state": peer.state if is_live else "lost",
+        "load": dict(entry.load),
+        "details": dict(peer.details),
+    }
+
+
+async def _store_counts(fleet: Fleet) -> list[object]:
+    with anyio.move_on_after(STATS_S):
+        try:
+            return [msgspec.to_builtins(each) for each in await fleet.store.stats()]
+        except errors.KvassError as error:
+            _log.info("store stats: %s", error)
+    return []
+
+
+async def _read_body(request: Request, size_max: int) -> bytes:
+    """Read a request's body; raises Invalid (413) over the limit, before it is all in memory."""
+    body, size = bytearray(), 0
+    try:
+        with anyio.fail_after(BODY_S):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size <= size_max:
+                    body += chunk
+                elif size > DRAIN_FACTOR * size_max:
+                    break
+    except TimeoutError:
+        raise errors.Invalid(f"the body did not arrive in {BODY_S:g} s", http_status=408) from None
+    except ClientDisconnect:
+        raise errors.Invalid("the client left in mid-body") from None
+    if size > size_max:
+        raise errors.Invalid(f"the body is over the limit of {size_max} bytes", http_status=413)
+    return bytes(body)
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, errors.KvassError)
+    status, body, headers = replies.of_error(error)
+    return _json(status, body, headers)
+
+
+async def _answer_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = str(error.detail)
+    if error.status_code == 404:
+        message = f"Unknown request URL: {request.method} {request.url.path}"
+    elif error.status_code == 405:
+        message = f"{request.method} is not allowed for {request.url.path}"
+    code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
+    return _json(
+        error.status_code, replies.error_body(error.status_code, message, code=code), error.headers
+    )
+
+
+async def _answer_bug(request: Request, error: Exception) -> Response:
+    return _json(500, replies.error_body(500, "the gateway failed; its log says how"))
+
+
+def _json(status: int, body: replies.JSON, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(replies.encode(body), status, headers=headers, media_type="application/json")

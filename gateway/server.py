@@ -1,0 +1,75 @@
+"""uvicorn on a socket of ours. It refuses to know what is served, and leaves signals alone."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import anyio
+import uvicorn
+from fastapi import FastAPI
+
+from kvass.common.errors import Invalid
+
+BACKLOG = 1024  # connections that wait to be accepted: as many as choices may be in flight
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn on a socket of ours, without its signal handlers: the process's owner has its own.
+
+    Mutable fields besides uvicorn's: none (`accepting` and `over` are set once).
+    """
+
+    def __init__(self, app: FastAPI, *, grace_s: float) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                backlog=BACKLOG,
+                timeout_graceful_shutdown=max(1, round(grace_s)),
+            )
+        )
+        self.accepting = anyio.Event()
+        self.over = anyio.Event()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start accepting."""
+        await super().startup(sockets)
+        self.accepting.set()
+
+    async def run_on(self, bound: socket.socket) -> None:
+        """Serve until drained."""
+        try:
+            await self.serve(sockets=[bound])
+        finally:
+            self.over.set()
+
+    async def drain(self) -> None:
+        """Accept nothing more; return when all answers have ended or the grace has passed."""
+        self.should_exit = True
+        await self.over.wait()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Bind the HTTP port; raises Invalid saying which one is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise Invalid(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another port with "
+            "--set gateway.port=NUMBER"
+        ) from None
+    return bound

@@ -1,0 +1,1 @@
+"""Starting and looking after a cluster: the `kvass` program."""

@@ -1,0 +1,44 @@
+"""The broker inside `kvass up`: amqtt on loopback, for one machine.
+
+It keeps nothing on disk and lets anybody in: whoever can reach loopback may be a member. A cluster
+on several hosts runs a broker of its own (`--broker host:port`) with access rules of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+from amqtt.broker import Broker
+from amqtt.errors import BrokerError
+
+from kvass.common.errors import Unavailable
+
+# amqtt tells every packet at INFO and every lost connection at WARNING; a member says both better.
+_LOGGERS = ("amqtt", "amqtt.broker", "transitions", "asyncio.amqtt")
+
+
+@asynccontextmanager
+async def run_broker(address: str) -> AsyncIterator[None]:
+    """Serve MQTT on `host:port` while the context lasts; raises Unavailable when it is taken."""
+    for name in _LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    broker = Broker(
+        {
+            "listeners": {"default": {"type": "tcp", "bind": address}},
+            "plugins": {
+                "amqtt.plugins.authentication.AnonymousAuthPlugin": {"allow_anonymous": True},
+            },
+        }
+    )
+    try:
+        await broker.start()
+    except BrokerError as error:
+        raise Unavailable(f"broker on {address}: {error}") from None
+    try:
+        yield
+    finally:
+        with anyio.move_on_after(5.0, shield=True):
+            await broker.shutdown()

@@ -1,0 +1,152 @@
+"""One role in this process: import it, serve until told to stop, leave in bounded time.
+
+Roles are imported by name when they are run, so that a gateway or a store node never loads torch.
+A process that `kvass up` started watches its standard input: when that ends, its supervisor is
+gone, however it died, and so the process ends too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import anyio
+import anyio.abc
+
+from kvass.common.config import DEFAULT_MODEL, Config
+from kvass.common.errors import Invalid, KvassError
+from kvass.common.membership import Role
+
+_log = logging.getLogger(__name__)
+
+STOP_S = 30.0  # a gateway lets answers end for 20 s; what is still here after this is killed
+READY_MARK = "\x02ready "  # then the seconds of imports and of set-up; read by the supervisor
+
+_MODULES: dict[Role, str] = {
+    "gateway": "kvass.gateway.app",
+    "prefill": "kvass.prefill.worker",
+    "decode": "kvass.decode.worker",
+    "store": "kvass.kvstore.service",
+}
+
+
+class Serve(Protocol):
+    """A role's service: runs until cancelled; calls `task_status.started` when it is ready."""
+
+    async def __call__(
+        self, config: Config, *, member_id: str, task_status: anyio.abc.TaskStatus[Any]
+    ) -> None: ...
+
+
+def with_model(config: Config, *, progress: bool) -> Config:
+    """Return the config with the model as a directory on this machine, fetched where needed."""
+    fetch = importlib.import_module("kvass.common.model.fetch")
+    model: Path = fetch.resolve_model(config.cluster.model, progress=progress)
+    asked = config.cluster.model
+    served = config.cluster.served_model_name or (
+        asked if asked == DEFAULT_MODEL else model.resolve().name
+    )
+    cluster = replace(config.cluster, model=str(model), served_model_name=served)
+    return replace(config, cluster=cluster)
+
+
+def run_role(role: Role, config: Config, member_id: str, *, supervised: bool) -> int:
+    """Serve a role until SIGTERM or SIGINT; return the process's exit code."""
+    configure_logging()
+    if supervised:
+        threading.Thread(target=_end_with_supervisor, name="supervisor", daemon=True).start()
+    started_s = time.monotonic()
+    try:
+        if role != "store":
+            config = with_model(config, progress=not supervised)
+        serve: Serve = importlib.import_module(_MODULES[role]).serve
+        imported_s = time.monotonic()
+        anyio.run(_serve_until_told, serve, config, member_id, started_s, imported_s, supervised)
+    except KvassError as error:
+        _complain(error)
+        return 2 if isinstance(error, Invalid) else 1
+    except BaseExceptionGroup as group:
+        ours, others = group.split(KvassError)
+        for error in _leaves(ours):
+            _complain(error)
+        if others is not None:
+            raise others from None
+        return 1
+    return 0
+
+
+async def _serve_until_told(
+    serve: Serve,
+    config: Config,
+    member_id: str,
+    started_s: float,
+    imported_s: float,
+    supervised: bool,
+) -> None:
+    async with anyio.create_task_group() as tasks:
+        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            tasks.start_soon(_stop_on_signal, signals, tasks.cancel_scope)
+
+            async def run(*, task_status: anyio.abc.TaskStatus[Any]) -> None:
+                await serve(config, member_id=member_id, task_status=task_status)
+                tasks.cancel_scope.cancel()
+
+            await tasks.start(run)
+            imports_s, setup_s = imported_s - started_s, time.monotonic() - imported_s
+            if supervised:
+                print(f"{READY_MARK}{imports_s:.2f} {setup_s:.2f}", flush=True)
+            else:
+                _log.info("%s is ready, after %.1f s", member_id, imports_s + setup_s)
+            await anyio.sleep_forever()
+
+
+async def _stop_on_signal(signals: Any, scope: anyio.CancelScope) -> None:
+    async for number in signals:
+        _log.info("%s: leaving", signal.Signals(number).name)
+        # The default action of SIGALRM ends a process that hangs while it leaves.
+        signal.setitimer(signal.ITIMER_REAL, STOP_S)
+        scope.cancel()
+        return
+
+
+def _end_with_supervisor() -> None:
+    try:
+        while os.read(0, 64):
+            pass
+    except OSError:
+        pass  # no standard input at all: nobody holds the other end
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(STOP_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def configure_logging() -> None:
+    """Log our own lines from INFO on, everybody else's from WARNING on, to standard error."""
+    logging.basicConfig(
+        level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("kvass").setLevel(logging.INFO)
+
+
+def _leaves(group: BaseExceptionGroup[KvassError] | None) -> list[KvassError]:
+    leaves: list[KvassError] = []
+    waiting: list[BaseException] = [] if group is None else list(group.exceptions)
+    while waiting:
+        error = waiting.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            waiting[:0] = error.exceptions
+        elif isinstance(error, KvassError):
+            leaves.append(error)
+    return leaves
+
+
+def _complain(error: KvassError) -> None:
+    print(f"kvass: {error}", file=sys.stderr, flush=True)

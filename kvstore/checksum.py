@@ -1,0 +1,21 @@
+"""xxh3-64 over head groups: the one checksum that proves that a block's bytes arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+
+Buffer = memoryview | np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+
+
+def sums(buffer: Buffer, offset: int, group_size: int, groups: int) -> tuple[int, ...]:
+    """Return the checksum of each of `groups` consecutive ranges of `buffer` from `offset` on."""
+    starts = range(offset, offset + groups * group_size, group_size)
+    return tuple(xxhash.xxh3_64_intdigest(buffer[start : start + group_size]) for start in starts)
+
+
+def rows(flat: Sequence[int], width: int) -> list[tuple[int, ...]]:
+    """Cut checksums that travelled as one list into one tuple a block."""
+    return [tuple(flat[start : start + width]) for start in range(0, len(flat), width)]

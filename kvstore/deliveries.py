@@ -1,0 +1,151 @@
+"""The bytes of a store node: into its slab and out of it. The index decides; this only moves and checks.
+
+Same host: the node reads a writer's slots into its slab. TCP: writers write into landing buffers that
+the node lends, and it copies what arrived into the slab before it looks at it; for gets it writes
+into what the reader lends. Whatever enters the slab is checked there, by who put it: nothing is
+visible before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import anyio
+import numpy as np
+
+from kvass.common.errors import Invalid
+from kvass.common.executor import Executor
+from kvass.common.transport.endpoints import Endpoints
+from kvass.common.transport.seam import Copies, Loan
+from kvass.kvstore.checksum import sums
+from kvass.kvstore.leases import Lease
+from kvass.kvstore.ledger import Entry
+from kvass.kvstore.messages import LoanCard
+from kvass.kvstore.puts import Move
+from kvass.kvstore.slab import Slab
+
+T = TypeVar("T")
+
+# Reading one part while the one before is hashed: large enough to amortise a transfer's set-up.
+PART_BYTES = 3 << 20
+LEND_PAUSE_S = 0.002  # between two looks for free landing memory; doubled up to the next
+LEND_PAUSE_MAX_S = 0.05
+
+
+@dataclass(slots=True, eq=False)
+class Lent:
+    """A loan for a put: where each key's share lies in it, and until when it is waited for."""
+
+    loan: Loan
+    session: str
+    offsets: dict[bytes, int]
+    ends_s: float
+
+    def card(self) -> LoanCard:
+        """Return what the writer needs."""
+        return LoanCard(
+            tag=self.loan.tag, address=self.loan.address, size=self.loan.size, card=self.loan.card
+        )
+
+
+async def borrow(endpoints: Endpoints, size: int, *, deadline_s: float) -> Loan | None:
+    """Lend landing memory to a peer, waiting for it up to `deadline_s`; None when none came free."""
+    pause_s = LEND_PAUSE_S
+    with anyio.move_on_after(deadline_s):
+        while True:
+            loan = await endpoints.landing.lend(size)
+            if loan is not None:
+                return loan
+            await anyio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LEND_PAUSE_MAX_S)
+    return None
+
+
+class Deliveries:
+    """Moves bytes for one node; owns no state."""
+
+    def __init__(self, slab: Slab, endpoints: Endpoints, executor: Executor) -> None:
+        self._slab = slab
+        self._endpoints = endpoints
+        self._executor = executor
+
+    async def read(
+        self, session: str, moves: Sequence[Move], addresses: Sequence[int], *, deadline_s: float
+    ) -> None:
+        """Copy a same-host writer's bytes into the slots of `moves`."""
+        assert self._endpoints.reader is not None
+        base = self._slab.address
+        copies = Copies(
+            local=np.array([base + move.offset for move in moves], dtype=np.uint64),
+            remote=np.array(addresses, dtype=np.uint64),
+            sizes=np.array([move.size for move in moves], dtype=np.uint64),
+        )
+        await self._endpoints.reader.read(session, copies, deadline_s=deadline_s)
+
+    async def take(self, lent: Lent, moves: Sequence[Move], *, deadline_s: float) -> None:
+        """Copy what arrived in a loan into the slots of `moves`; ends the loan."""
+        loan = lent.loan
+        try:
+            await loan.arrived(deadline_s=deadline_s)
+            await self._executor.run(lambda: self._copy(lent, moves))
+        except BaseException:
+            loan.abandon()
+            raise
+        loan.settle()
+
+    def _copy(self, lent: Lent, moves: Sequence[Move]) -> None:
+        arrived = lent.loan.view()
+        for move in moves:
+            offset = lent.offsets[move.entry.header.key]
+            target = slice(move.offset, move.offset + move.size)
+            self._slab.view[target] = arrived[offset : offset + move.size]
+
+    async def sums(self, moves: Sequence[Move]) -> list[tuple[int, ...]]:
+        """Return the checksums of what is in the slots now, one a head group of each move."""
+        view = self._slab.view
+        return await self._executor.run(
+            lambda: [sums(view, m.offset, m.entry.group_size, len(m.groups)) for m in moves]
+        )
+
+    async def is_right(self, entry: Entry) -> bool:
+        """Check a visible block against its header; the caller holds a lease on it."""
+        offset, size, count = entry.slot.offset, entry.group_size, entry.head_groups
+        found = await self._executor.run(lambda: sums(self._slab.view, offset, size, count))
+        return found == entry.header.checksums
+
+    def address(self, entry: Entry, first_group: int) -> int:
+        """Return where a block's head group starts in this process's memory."""
+        return self._slab.address + entry.slot.offset + first_group * entry.group_size
+
+    async def write(
+        self, lease: Lease, groups: range, target: LoanCard, *, deadline_s: float
+    ) -> None:
+        """Write a lease's blocks into a reader's loan, one after the other.
+
+        Shielded: stopping a write tears down the agent that others write with, and a healthy reader
+        takes it in milliseconds; a reader that hangs holds this up until `deadline_s`.
+        """
+        sizes = [len(groups) * entry.group_size for entry in lease.entries]
+        if sum(sizes) > target.size:
+            raise Invalid(f"the loan has {target.size} bytes; the blocks take {sum(sizes)}")
+        ends = np.cumsum(sizes, dtype=np.uint64)
+        sources = [self.address(entry, groups.start) for entry in lease.entries]
+        copies = Copies(
+            local=np.array(sources, dtype=np.uint64),
+            remote=ends - np.array(sizes, dtype=np.uint64) + np.uint64(target.address),
+            sizes=np.array(sizes, dtype=np.uint64),
+        )
+        writer = self._endpoints.writer
+        with anyio.CancelScope(shield=True):
+            await writer.attach(target.card)
+            await writer.write(target.card.start_id, copies, tag=target.tag, deadline_s=deadline_s)
+
+
+def parts(items: Sequence[T], sizes: Sequence[int]) -> list[Sequence[T]]:
+    """Cut items of equal `sizes` into parts of about PART_BYTES."""
+    if not items:
+        return []
+    count = max(1, PART_BYTES // sizes[0])
+    return [items[first : first + count] for first in range(0, len(items), count)]

@@ -1,0 +1,121 @@
+"""A store node's side of a get: leases and places, or bytes written into the reader's loan."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from kvass.common.errors import Invalid, KvassError
+from kvass.common.rpc import Call, Handler
+from kvass.common.wire import Message
+from kvass.kvstore import messages as m
+from kvass.kvstore.leases import Lease
+from kvass.kvstore.node_state import NodeState, check_own, request_of
+
+_log = logging.getLogger(__name__)
+
+# A write whose time is over has its agent torn down; the lease must outlast that.
+WRITE_GRACE_S = 5.0
+
+
+class GetCalls:
+    """Owns no state but the index's."""
+
+    def __init__(self, state: NodeState) -> None:
+        self._state = state
+
+    def handlers(self) -> Mapping[type[Message], Handler]:
+        """Return what an rpc.Server answers."""
+        return {
+            m.GetBegin: self._begin,
+            m.GetWrite: self._write,
+            m.GetEnd: self._end,
+            m.GetRenew: self._renew,
+        }
+
+    def _lease(
+        self, request: m.GetBegin | m.GetWrite, length_s: float | None
+    ) -> tuple[Lease | None, range, dict[bytes, int]]:
+        first, stop = request.groups
+        if not 0 <= first < stop <= request.head_groups:
+            raise Invalid(f"get: head groups {first} to {stop} of {request.head_groups}")
+        indices = {key: index for index, key in m.named(request.spans).items()}
+        if len(indices) > m.BLOCKS_MAX:
+            raise Invalid(f"get: {len(indices)} blocks in one call; at most {m.BLOCKS_MAX}")
+        lease = self._state.index.get_begin(
+            list(indices), request.block_size, request.head_groups, self._state.now_s(), length_s
+        )
+        self._state.notify()
+        return lease, range(first, stop), indices
+
+    def _places(self, lease: Lease, groups: range, indices: Mapping[bytes, int]) -> m.Places:
+        address = self._state.deliveries.address
+        return m.Places(
+            lease_id=lease.lease_id,
+            lease_s=lease.length_s,
+            indices=tuple(indices[entry.header.key] for entry in lease.entries),
+            addresses=tuple(address(entry, groups.start) for entry in lease.entries),
+            checksums=tuple(
+                checksum
+                for entry in lease.entries
+                for checksum in entry.header.checksums[groups.start : groups.stop]
+            ),
+        )
+
+    async def _begin(self, call: Call) -> m.Places:
+        lease, groups, indices = self._lease(request_of(call, m.GetBegin), None)
+        return _NOTHING if lease is None else self._places(lease, groups, indices)
+
+    async def _write(self, call: Call) -> m.Places:
+        request = request_of(call, m.GetWrite)
+        check_own(call, request.loan.card.start_id, "a loan")
+        length_s = request.deadline_s + WRITE_GRACE_S
+        lease, groups, indices = self._lease(request, length_s)
+        if lease is None:
+            return _NOTHING
+        try:
+            await self._state.deliveries.write(
+                lease, groups, request.loan, deadline_s=request.deadline_s
+            )
+            return self._places(lease, groups, indices)
+        except KvassError as error:
+            self._state.faults["get_failed"] += len(lease.entries)
+            _log.warning("get of %s: %s", call.peer.member_id, error)
+            raise
+        finally:
+            self._state.index.get_end(lease.lease_id, self._state.now_s())
+            self._state.notify()
+
+    async def _end(self, call: Call) -> m.Held:
+        request = request_of(call, m.GetEnd)
+        held = self._state.index.get_end(request.lease_id, self._state.now_s())
+        for key in request.corrupt:
+            await self._look_at(key)
+        self._state.notify()
+        return m.Held(held=held)
+
+    async def _look_at(self, key: bytes) -> None:
+        """A reader got other bytes than it should have: check ours, and drop them if they are wrong."""
+        index = self._state.index
+        entry = index.ledger.visible(key)
+        if entry is None:
+            return
+        index.ledger.lease(entry)
+        try:
+            right = await self._state.deliveries.is_right(entry)
+        finally:
+            index.ledger.unlease(entry)
+        if right:
+            self._state.faults["get_suspect"] += 1
+        else:
+            _log.error("block %s is corrupt here; dropped", key.hex())
+            index.found_corrupt(entry, self._state.now_s())
+
+    async def _renew(self, call: Call) -> m.Held:
+        request = request_of(call, m.GetRenew)
+        held = self._state.index.get_renew(request.lease_id, self._state.now_s())
+        self._state.notify()
+        return m.Held(held=held)
+
+
+_NOTHING = m.Places(lease_id="", lease_s=0.0, indices=(), addresses=(), checksums=())

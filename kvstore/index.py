@@ -1,0 +1,255 @@
+"""What a store node holds and who uses it: every operation of the node, without its bytes. Pure.
+
+It joins the parts: slots and their states (`ledger`), how blocks come into being (`puts`), leases,
+holds and pins (`guards`), claims. Each call takes `now_s` and first ends what has run out. It refuses
+to know about transports, memory addresses and connections.
+
+Invariant, after every call: the ledger's conservation law; nothing leased, held or pinned is evicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from kvass.common.block import BlockHeader
+from kvass.kvstore.claims import Claims
+from kvass.kvstore.eviction import ChainLru, Eviction
+from kvass.kvstore.extents import Extents
+from kvass.kvstore.guards import Guards, Owner
+from kvass.kvstore.leases import Lease, Leases
+from kvass.kvstore.ledger import STATES, Entry, Ledger
+from kvass.kvstore.puts import Move, PutOrder, Puts, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Shares are of the slab. `epoch` is new with each start of the node."""
+
+    epoch: str
+    claim_s: float = 2.0
+    hold_s: float = 60.0
+    hold_share: float = 0.5
+    quarantine_share: float = 0.125
+
+
+class Index:
+    """Mutable fields: its parts, `draining` (no new puts and claims), and the counts `hits`, `misses`,
+    `corrupt`, `dropped`."""
+
+    def __init__(self, slab_bytes: int, limits: Limits, eviction: Eviction | None = None) -> None:
+        self.limits = limits
+        self.guards = Guards(int(slab_bytes * limits.hold_share))
+        self.ledger = Ledger(Extents(slab_bytes), eviction or ChainLru(), self.guards.__contains__)
+        self.claims = Claims(limits.claim_s)
+        self.leases = Leases(self.ledger, limits.epoch)
+        quarantine_bytes = int(slab_bytes * limits.quarantine_share)
+        self.puts = Puts(self.ledger, self.guards, quarantine_bytes)
+        self.draining = False
+        self.hits = 0
+        self.misses = 0
+        self.corrupt = 0
+        self.dropped = 0
+        self._ended: list[bytes] = []
+
+    def expire(self, now_s: float) -> None:
+        """End what has run out."""
+        self.leases.expire(now_s)
+        self.puts.expire(now_s)
+        self._ended.extend(self.claims.expire(now_s))
+        for key in self.guards.expire(now_s):
+            self.ledger.offer_key(key)
+
+    def take_news(self) -> list[bytes]:
+        """Return, once, the keys that became visible, or that nobody computes or writes any more."""
+        news = [*self.ledger.news, *self._ended]
+        self.ledger.news.clear()
+        self._ended.clear()
+        return news
+
+    # --- probes ---
+
+    def lookup(self, keys: Sequence[bytes], now_s: float) -> list[bool]:
+        """Say which blocks of a chain are readable. Protects nothing; makes its chain young."""
+        self.expire(now_s)
+        found = [self.ledger.visible(key) is not None for key in keys]
+        self.ledger.touch([key for key, here in zip(keys, found, strict=True) if here])
+        self.hits += sum(found)
+        self.misses += len(found) - sum(found)
+        return found
+
+    def status(self, keys: Iterable[bytes], now_s: float) -> tuple[list[bytes], list[bytes]]:
+        """Return which blocks are visible, and which nobody has, computes or writes."""
+        self.expire(now_s)
+        visible, unclaimed = [], []
+        for key in keys:
+            entry = self.ledger.entries.get(key)
+            if entry is not None:
+                if entry.state == "visible":
+                    visible.append(key)
+            elif self.claims.owner(key) is None:
+                unclaimed.append(key)
+        return visible, unclaimed
+
+    # --- claims ---
+
+    def claim(self, owner: str, keys: Sequence[bytes], now_s: float) -> list[Verdict]:
+        """Claim or renew, in chain order: granted, visible, or busy (somebody else's)."""
+        self.expire(now_s)
+        return [self._claim(owner, key, now_s) for key in keys]
+
+    def _claim(self, owner: str, key: bytes, now_s: float) -> Verdict:
+        entry = self.ledger.entries.get(key)
+        if entry is not None and entry.state == "visible":
+            return "visible"
+        written = entry is not None and self.claims.owner(key) is None
+        if self.draining or written or not self.claims.take(owner, key, now_s):
+            return "busy"
+        return "granted"
+
+    def release_claims(self, owner: str, now_s: float) -> None:
+        """End the owner's claims."""
+        self.expire(now_s)
+        self._ended.extend(self.claims.release(owner))
+
+    # --- puts ---
+
+    def put_begin(self, order: PutOrder, now_s: float) -> list[Verdict]:
+        """Give out places for blocks; see `Puts`."""
+        self.expire(now_s)
+        if self.draining:
+            return ["visible" if self.ledger.visible(h.key) else "full" for h in order.headers]
+        return self.puts.begin(order)
+
+    def begin_move(self, put_id: str, session: str, key: bytes, now_s: float) -> Move | None:
+        """Start moving a put's share of a block into its slot; None when the put is over."""
+        self.expire(now_s)
+        return self.puts.begin_move(put_id, session, key)
+
+    def end_move(self, move: Move, checksums: Sequence[int] | None, now_s: float) -> bool:
+        """End a move; `checksums` of bytes that were checked in place, or None. Returns success."""
+        stored = self.puts.end_move(move, checksums)
+        if move.entry.state == "visible":
+            self.claims.end(move.entry.header.key)
+        self.expire(now_s)
+        return stored
+
+    def put_abort(self, put_id: str, session: str, now_s: float) -> None:
+        """Give up a put."""
+        self.puts.abort(put_id, session)
+        self.expire(now_s)
+
+    def leave(self, session: str, now_s: float) -> None:
+        """A peer's connection has ended: its unfinished puts are given up."""
+        self.puts.leave(session)
+        self.expire(now_s)
+
+    # --- gets ---
+
+    def get_begin(
+        self,
+        keys: Sequence[bytes],
+        size_bytes: int,
+        head_groups: int,
+        now_s: float,
+        length_s: float | None = None,
+    ) -> Lease | None:
+        """Lease those of `keys` that are here in this shape; None when none is.
+
+        `length_s` overrides the measured length: the node's own transfers have a deadline.
+        """
+        self.expire(now_s)
+        found = [entry for key in keys if (entry := self.ledger.visible(key)) is not None]
+        shape = (size_bytes, head_groups)
+        entries = [e for e in found if (e.header.length, e.head_groups) == shape]
+        if not entries:
+            return None
+        self.ledger.touch([entry.header.key for entry in entries])
+        return self.leases.begin(entries, now_s, length_s)
+
+    def get_renew(self, lease_id: str, now_s: float) -> bool:
+        """Prolong a lease; False when it is not held."""
+        self.expire(now_s)
+        return self.leases.renew(lease_id, now_s)
+
+    def get_end(self, lease_id: str, now_s: float) -> bool:
+        """End a lease; returns whether it was held throughout."""
+        self.expire(now_s)
+        return self.leases.end(lease_id, now_s)
+
+    # --- holds and pins ---
+
+    def release_hold(self, owner: str, now_s: float) -> None:
+        """End a job's holds."""
+        self._release(("hold", owner), now_s)
+
+    def pin(self, owner: str, keys: Sequence[bytes], ends_s: float, now_s: float) -> list[bool]:
+        """Keep blocks from eviction until `ends_s`; False for one that is not here or over quota."""
+        self.expire(now_s)
+        entries = [self.ledger.visible(key) for key in keys]
+        return [
+            entry is not None
+            and self.guards.add(("pin", owner), entry.header.key, entry.header.length, ends_s)
+            for entry in entries
+        ]
+
+    def unpin(self, owner: str, now_s: float) -> None:
+        """End an owner's pins."""
+        self._release(("pin", owner), now_s)
+
+    def _release(self, owner: Owner, now_s: float) -> None:
+        for key in self.guards.release(owner):
+            self.ledger.offer_key(key)
+        self.expire(now_s)
+
+    # --- erasure ---
+
+    def drop(self, matches: Callable[[BlockHeader], bool], now_s: float) -> int:
+        """Erase blocks, written and being written; what is leased stays readable to its readers only.
+
+        Returns how many went.
+        """
+        self.expire(now_s)
+        chosen = [entry for entry in self.ledger.entries.values() if matches(entry.header)]
+        for entry in chosen:
+            self._erase(entry)
+        self.dropped += len(chosen)
+        return len(chosen)
+
+    def found_corrupt(self, entry: Entry, now_s: float) -> None:
+        """The bytes of a visible block are not what they were: nobody finds it any more."""
+        self.corrupt += 1
+        if self.ledger.visible(entry.header.key) is entry:
+            self._erase(entry)
+        self.expire(now_s)
+
+    def _erase(self, entry: Entry) -> None:
+        if entry.state == "writing":
+            self.puts.give_up(entry)
+        else:
+            self.guards.forget(entry.header.key)
+            self.ledger.remove(entry)
+
+    # --- counts ---
+
+    def counts(self) -> dict[str, int]:
+        """Return every count under its name; `*_bytes` of the five states sum to `total_bytes`."""
+        ledger = self.ledger
+        return {
+            "total_bytes": ledger.extents.total,
+            "free_bytes": ledger.extents.free_bytes,
+            **{f"{state}_bytes": ledger.sizes[state] for state in STATES},
+            **{f"{state}_blocks": ledger.blocks[state] for state in STATES},
+            "held_bytes": self.guards.bytes_of("hold"),
+            "pinned_bytes": self.guards.bytes_of("pin"),
+            "guarded_bytes": self.guards.size_bytes,
+            "leases": len(self.leases),
+            "leases_lost": self.leases.lost,
+            "claims": len(self.claims),
+            "puts": len(self.puts),
+            "hits": self.hits,
+            "misses": self.misses,
+            "evictions": ledger.evictions,
+            "corrupt": self.corrupt,
+            "dropped": self.dropped,
+        }

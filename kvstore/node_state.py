@@ -1,0 +1,63 @@
+"""What a store node's calls share, and what they do alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kvass.common.clock import Clock
+from kvass.common.errors import Invalid
+from kvass.common.keys import ranges_of
+from kvass.common.rpc import Call
+from kvass.common.transport.endpoints import Endpoints
+from kvass.common.wire import Message
+from kvass.kvstore.deliveries import Deliveries
+from kvass.kvstore.index import Index
+from kvass.kvstore.messages import Ranges
+from kvass.kvstore.puts import Verdict
+from kvass.kvstore.waiters import Waiters
+
+M = TypeVar("M", bound=Message)
+FAULTS = ("put_failed", "put_corrupt", "get_failed", "get_suspect")
+
+
+@dataclass(slots=True)
+class NodeState:
+    """Mutable field: `faults`, counts by name. Call `notify` after each call of the index."""
+
+    index: Index
+    deliveries: Deliveries
+    endpoints: Endpoints
+    clock: Clock
+    waiters: Waiters = field(default_factory=Waiters)
+    faults: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FAULTS, 0))
+
+    def now_s(self) -> float:
+        return self.clock.now_s()
+
+    def notify(self) -> None:
+        """Wake those who wait for what has just happened."""
+        self.waiters.wake(self.index.take_news())
+
+
+def request_of(call: Call, cls: type[M]) -> M:
+    """Return a call's request, which the server found by its class."""
+    assert isinstance(call.request, cls)
+    return call.request
+
+
+def check_own(call: Call, start_id: str, what: str) -> None:
+    """Refuse cards of memory that is not the caller's."""
+    if start_id != call.peer.start_id:
+        raise Invalid(f"{what} of {start_id!r}, sent by {call.peer.start_id!r}")
+
+
+def ranges(indices: Iterable[int]) -> Ranges:
+    """Join chain indices into ranges."""
+    return tuple(ranges_of(sorted(indices)))
+
+
+def chosen(verdicts: Mapping[int, Verdict], verdict: Verdict) -> Ranges:
+    """Return the ranges of blocks that got `verdict`."""
+    return ranges(index for index, given in verdicts.items() if given == verdict)

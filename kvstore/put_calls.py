@@ -1,0 +1,289 @@
+"""A store node's side of a put: places, loans, bytes, checks; only then is a block visible.
+
+    same host   begin ─> granted             commit ─> node reads the writer's slots, checks
+    TCP         begin ─> granted, a loan     commit ─> node waits for the loan, copies, checks the copy
+
+Every move that the index has begun is ended whatever happens, and every loan is settled or abandoned
+once: by commit, abort, the put's deadline, or the end of the writer's connection.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import anyio
+
+from kvass.common.block import BlockHeader
+from kvass.common.errors import Invalid, KvassError, Unavailable
+from kvass.common.rpc import Call, Handler
+from kvass.common.transport.route import Way
+from kvass.common.wire import Done, Message
+from kvass.kvstore import messages as m
+from kvass.kvstore.checksum import rows
+from kvass.kvstore.deliveries import Lent, borrow, parts
+from kvass.kvstore.node_state import NodeState, chosen, ranges, request_of
+from kvass.kvstore.puts import Move, PutOrder
+
+_log = logging.getLogger(__name__)
+
+LEND_WAIT_S = 1.0  # of a put for landing memory, before its blocks are answered `busy`
+
+
+@dataclass(slots=True, eq=False)
+class _Coming:
+    """One block of a commit. `address` is in the writer's memory (same host)."""
+
+    index: int
+    move: Move
+    address: int
+    announced: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """Mutable fields: both, chain indices."""
+
+    stored: list[int] = field(default_factory=list)
+    corrupt: list[int] = field(default_factory=list)
+
+
+class PutCalls:
+    """Mutable fields: `_ways` (how a session's puts come), `_lent` (loans by put id)."""
+
+    def __init__(self, state: NodeState) -> None:
+        self._state = state
+        self._ways: dict[str, Way] = {}
+        self._lent: dict[str, Lent] = {}
+
+    def handlers(self) -> Mapping[type[Message], Handler]:
+        """Return what an rpc.Server answers."""
+        return {m.PutBegin: self._begin, m.PutCommit: self._commit, m.PutAbort: self._abort}
+
+    def attached(self, session: str, way: Way) -> None:
+        """Note how bytes come from a writer."""
+        self._ways[session] = way
+
+    def leave(self, session: str) -> None:
+        """A writer's connection has ended."""
+        self._ways.pop(session, None)
+        for put_id in [p for p, lent in self._lent.items() if lent.session == session]:
+            self._lent.pop(put_id).loan.abandon()
+        self._state.index.leave(session, self._state.now_s())
+        self._state.notify()
+
+    def expire(self, now_s: float) -> None:
+        """Give up loans of puts whose time is over."""
+        for put_id in [p for p, lent in self._lent.items() if lent.ends_s <= now_s]:
+            self._lent.pop(put_id).loan.abandon()
+
+    async def _begin(self, call: Call) -> m.PutPlaces:
+        request = request_of(call, m.PutBegin)
+        session = call.peer.start_id
+        way = self._ways.get(session)
+        if way is None:
+            raise Unavailable("put_begin before attach")
+        order = self._order(request, session)
+        verdicts = self._state.index.put_begin(order, self._state.now_s())
+        self._state.notify()
+        answers = {h.index: verdict for h, verdict in zip(order.headers, verdicts, strict=True)}
+        card = None
+        granted = [h.key for h in order.headers if answers[h.index] == "granted"]
+        if granted and way == "write":
+            card = await self._lend(order, granted)
+            if card is None:
+                answers = {i: "busy" if v == "granted" else v for i, v in answers.items()}
+        return m.PutPlaces(
+            granted=chosen(answers, "granted"),
+            visible=chosen(answers, "visible"),
+            busy=chosen(answers, "busy"),
+            full=chosen(answers, "full"),
+            loan=card,
+        )
+
+    def _order(self, request: m.PutBegin, session: str) -> PutOrder:
+        first, stop = request.groups
+        count = len(m.named(request.spans))
+        if not 0 <= first < stop <= request.head_groups or request.block_size % request.head_groups:
+            raise Invalid(
+                f"put_begin: head groups {first} to {stop} of {request.head_groups} in blocks of "
+                f"{request.block_size} bytes"
+            )
+        if count > m.BLOCKS_MAX:
+            raise Invalid(f"put_begin: {count} blocks in one call; at most {m.BLOCKS_MAX}")
+        now_s = self._state.now_s()
+        return PutOrder(
+            put_id=request.put_id,
+            session=session,
+            headers=sorted(_headers(request), key=lambda header: header.index),
+            head_groups=request.head_groups,
+            groups=range(first, stop),
+            ends_s=now_s + request.deadline_s,
+            hold_owner=request.hold_owner,
+            hold_ends_s=now_s + self._state.index.limits.hold_s,
+        )
+
+    async def _lend(self, order: PutOrder, granted: Sequence[bytes]) -> m.LoanCard | None:
+        """Lend memory for the granted shares; give the put up when there is none."""
+        known = self._lent.get(order.put_id)
+        if known is not None:  # asked again: the answer was lost
+            return known.card() if list(known.offsets) == list(granted) else None
+        share = len(order.groups) * order.headers[0].length // order.head_groups
+        loan = None
+        try:
+            size = share * len(granted)
+            loan = await borrow(self._state.endpoints, size, deadline_s=LEND_WAIT_S)
+        finally:
+            if loan is None:
+                self._state.index.put_abort(order.put_id, order.session, self._state.now_s())
+                self._state.notify()
+        if loan is None:
+            return None
+        offsets = {key: i * share for i, key in enumerate(granted)}
+        lent = self._lent[order.put_id] = Lent(loan, order.session, offsets, order.ends_s)
+        return lent.card()
+
+    async def _commit(self, call: Call) -> m.PutStored:
+        request = request_of(call, m.PutCommit)
+        session = call.peer.start_id
+        lent = self._lent.get(request.put_id)
+        if lent is not None and lent.session != session:
+            raise Invalid(f"put_commit: {request.put_id!r} is another writer's")
+        _check_commit(request, self._ways.get(session))
+        self._lent.pop(request.put_id, None)
+        coming = self._begin_moves(request, session)
+        outcome = _Outcome()
+        try:
+            if lent is not None:
+                await self._land(lent, coming, outcome, request.deadline_s)
+            else:
+                await self._read(session, coming, outcome, request.deadline_s)
+        except KvassError as error:
+            self._state.faults["put_failed"] += len(coming)
+            _log.warning("put of %s: %s", call.peer.member_id, error)
+        finally:
+            for block in list(coming):
+                self._end(coming, block, None)
+        return m.PutStored(stored=ranges(outcome.stored), corrupt=ranges(outcome.corrupt))
+
+    def _begin_moves(self, request: m.PutCommit, session: str) -> dict[_Coming, None]:
+        addresses = request.addresses or (0,) * len(request.keys)
+        announced = rows(request.checksums, len(request.checksums) // max(len(request.keys), 1))
+        coming: dict[_Coming, None] = {}
+        blocks = zip(request.keys, request.indices, addresses, announced, strict=True)
+        for key, index, address, checksums in blocks:
+            move = self._state.index.begin_move(request.put_id, session, key, self._state.now_s())
+            if move is not None and len(checksums) == len(move.groups):
+                coming[_Coming(index, move, address, checksums)] = None
+            elif move is not None:
+                self._state.index.end_move(move, None, self._state.now_s())
+        self._state.notify()
+        return coming
+
+    async def _land(
+        self, lent: Lent, coming: dict[_Coming, None], outcome: _Outcome, deadline_s: float
+    ) -> None:
+        """Take what a TCP writer has written into its loan."""
+        blocks = list(coming)
+        moves = [block.move for block in blocks]
+        await self._state.deliveries.take(lent, moves, deadline_s=deadline_s)
+        await self._check(coming, blocks, outcome)
+
+    async def _read(
+        self, session: str, coming: dict[_Coming, None], outcome: _Outcome, deadline_s: float
+    ) -> None:
+        """Read a same-host writer's slots, part by part; each part is checked beside the next read."""
+        failures: list[KvassError] = []
+
+        async def read(part: Sequence[_Coming]) -> None:
+            moves, addresses = [b.move for b in part], [b.address for b in part]
+            try:
+                await self._state.deliveries.read(session, moves, addresses, deadline_s=deadline_s)
+            except KvassError as error:
+                failures.append(error)
+
+        blocks = list(coming)
+        before: Sequence[_Coming] = ()
+        for part in [*parts(blocks, [block.move.size for block in blocks]), ()]:
+            async with anyio.create_task_group() as tasks:
+                if before:
+                    tasks.start_soon(self._check, coming, before, outcome)
+                if part:
+                    tasks.start_soon(read, part)
+            if failures:
+                raise failures[0]
+            before = part
+
+    async def _check(
+        self, coming: dict[_Coming, None], blocks: Sequence[_Coming], outcome: _Outcome
+    ) -> None:
+        """Compare what is in the slots with what was announced, and end the moves."""
+        found = await self._state.deliveries.sums([block.move for block in blocks])
+        for block, checksums in zip(blocks, found, strict=True):
+            if checksums != block.announced:
+                self._state.faults["put_corrupt"] += 1
+                outcome.corrupt.append(block.index)
+                self._end(coming, block, None)
+            elif self._end(coming, block, checksums):
+                outcome.stored.append(block.index)
+
+    def _end(
+        self, coming: dict[_Coming, None], block: _Coming, checksums: tuple[int, ...] | None
+    ) -> bool:
+        del coming[block]
+        stored = self._state.index.end_move(block.move, checksums, self._state.now_s())
+        self._state.notify()
+        return stored
+
+    async def _abort(self, call: Call) -> Done:
+        request = request_of(call, m.PutAbort)
+        lent = self._lent.get(request.put_id)
+        if lent is not None and lent.session == call.peer.start_id:
+            del self._lent[request.put_id]
+            if request.started:
+                lent.loan.abandon()
+            else:
+                lent.loan.settle()
+        self._state.index.put_abort(request.put_id, call.peer.start_id, self._state.now_s())
+        self._state.notify()
+        return Done()
+
+
+def _headers(request: m.PutBegin) -> list[BlockHeader]:
+    headers = []
+    for span in request.spans:
+        parent = span.parent
+        for index, key in span.named():
+            headers.append(
+                BlockHeader(
+                    key=key,
+                    parent=parent,
+                    segment_key=span.segment_key,
+                    index=index,
+                    namespace=request.namespace,
+                    tenant=request.tenant,
+                    writer=request.writer,
+                    token_count=request.token_count,
+                    length=request.block_size,
+                    checksums=(),
+                )
+            )
+            parent = key
+    return headers
+
+
+def _check_commit(request: m.PutCommit, way: Way | None) -> None:
+    count = len(request.keys)
+    addresses = count if way == "read" else 0
+    if len(request.indices) != count or len(request.addresses) != addresses:
+        raise Invalid(
+            f"put_commit: {count} keys, {len(request.indices)} indices and "
+            f"{len(request.addresses)} addresses for a put whose way is {way!r}"
+        )
+    if count and (len(request.checksums) % count or not request.checksums):
+        raise Invalid(f"put_commit: {len(request.checksums)} checksums for {count} blocks")
+    if len(set(request.keys)) != count:
+        raise Invalid("put_commit: a key comes twice")
+    if any(not 0 <= address < 1 << 56 for address in request.addresses):
+        raise Invalid("put_commit: an address that is none in user space")

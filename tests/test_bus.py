@@ -1,0 +1,276 @@
+"""The bus and the member over a real broker, with members in real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import anyio.abc
+import httpx
+import pytest
+from anyio.streams.text import TextReceiveStream
+
+from kvass.common import bus, config
+from kvass.common.errors import Incompatible, Invalid, Unavailable
+from kvass.common.member import Member
+from kvass.common.membership import Peer, Role
+from kvass.launch.broker import run_broker
+
+pytestmark = pytest.mark.anyio
+PROCESS = Path(__file__).parent / "member_process.py"
+FIELDS: dict[str, str | int] = {"kv_dtype": "fp8", "block_tokens": 16}
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def broker() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def member(
+    broker: str,
+    role: Role,
+    member_id: str,
+    fields: dict[str, str | int] | None = None,
+) -> Member:
+    return Member(
+        config.load(None, [f"cluster.broker={broker!r}"]),
+        role=role,
+        member_id=member_id,
+        cluster_fields=FIELDS if fields is None else fields,
+        load=lambda: {"running": 0},
+    )
+
+
+class Words:
+    """What a member process says, one JSON object at a time. Mutable field: `_rest`."""
+
+    def __init__(self, process: anyio.abc.Process) -> None:
+        assert process.stdout is not None
+        self.process = process
+        self._text = TextReceiveStream(process.stdout)
+        self._rest = ""
+
+    async def next(self) -> dict[str, object]:
+        while "\n" not in self._rest:
+            self._rest += await self._text.receive()
+        line, _, self._rest = self._rest.partition("\n")
+        said: dict[str, object] = json.loads(line)
+        return said
+
+
+@asynccontextmanager
+async def started(
+    broker: str, role: Role, member_id: str, fields: dict[str, str | int] | None = None
+) -> AsyncIterator[Words]:
+    text = json.dumps(FIELDS if fields is None else fields)
+    command = [sys.executable, "-W", "error", str(PROCESS), broker, role, member_id, text]
+    async with await anyio.open_process(command, stderr=None) as process:
+        try:
+            yield Words(process)
+        finally:
+            if process.returncode is None:
+                process.kill()
+
+
+async def live(watcher: Member, role: Role, starts: list[object], *, within_s: float) -> None:
+    with anyio.fail_after(within_s):
+        while [each.start_id for each in watcher.live(role)] != starts:
+            await watcher.changed()
+
+
+async def until(true: Callable[[], bool], *, within_s: float) -> None:
+    with anyio.fail_after(within_s):
+        while not true():  # noqa: ASYNC110 (nothing tells of it)
+            await anyio.sleep(0.01)
+
+
+async def test_a_killed_member_is_gone_within_a_second_and_its_successor_stays(
+    broker: str,
+) -> None:
+    async with run_broker(broker), member(broker, "gateway", "gateway-0") as watcher:
+        async with started(broker, "decode", "decode-0") as first:
+            old = (await first.next())["start_id"]
+            await live(watcher, "decode", [old], within_s=2)
+            async with started(broker, "decode", "decode-0") as second:
+                new = (await second.next())["start_id"]
+                await live(watcher, "decode", [new], within_s=2)
+                os.kill(
+                    first.process.pid, signal.SIGKILL
+                )  # its last will comes after the new presence
+                with anyio.fail_after(1):
+                    while old in watcher.table:
+                        await watcher.changed()
+                assert [each.start_id for each in watcher.live("decode")] == [new]
+                os.kill(second.process.pid, signal.SIGKILL)
+                await live(watcher, "decode", [], within_s=1)
+
+
+async def test_a_member_that_disagrees_is_refused_with_the_field_named(broker: str) -> None:
+    async with run_broker(broker), started(broker, "decode", "decode-0") as first:
+        await first.next()
+        other = FIELDS | {"kv_dtype": "int8"}
+        async with started(broker, "prefill", "prefill-0", other) as second:
+            said = await second.next()
+        assert said["refused"] == "kv_dtype"
+        for part in ("int8", "fp8", "decode decode-0"):
+            assert part in str(said["message"])
+
+
+async def test_the_presence_of_the_dead_refuses_nobody(broker: str) -> None:
+    async with run_broker(broker), member(broker, "store", "store-0", {}) as publisher:
+        dead = Peer(
+            role="decode",
+            member_id="decode-9",
+            start_id="dead",
+            host_id="h",
+            pid=1,
+            state="ready",
+            started_s=1.0,
+            cluster=FIELDS | {"kv_dtype": "bf16"},
+        )
+        topic = bus.Topics("local").presence("decode", "decode-9", "dead")
+        await publisher._bus.publish(topic, bus.encode(dead), qos=1, retain=True)
+        async with member(broker, "prefill", "prefill-0"):
+            pass
+
+
+async def test_a_store_that_serves_any_model_joins_all(broker: str) -> None:
+    async with (
+        run_broker(broker),
+        member(broker, "decode", "decode-0") as decode,
+        member(broker, "store", "store-0", {}) as store,
+    ):
+        await store.announce("127.0.0.1:7", details={"capacity_bytes": 5})
+        await live(decode, "store", [store.hello.start_id], within_s=2)
+        assert decode.live("store")[0].details == {"capacity_bytes": 5}
+
+
+async def test_serving_goes_on_without_the_broker_and_all_rejoin(broker: str) -> None:
+    async with anyio.create_task_group() as tasks:
+        async with run_broker(broker):
+            watcher, decode = member(broker, "gateway", "g"), member(broker, "decode", "d")
+            await watcher.__aenter__()
+            await decode.__aenter__()
+            await decode.announce("127.0.0.1:7")
+            await live(watcher, "decode", [decode.hello.start_id], within_s=2)
+        await anyio.sleep(1.0)
+        assert not watcher._bus.is_up
+        assert [each.member_id for each in watcher.live("decode")] == ["d"], "the last view"
+        with pytest.raises(Unavailable):
+            await watcher.command("d", "drain")
+        async with run_broker(broker):
+            await until(lambda: watcher._bus.is_up and decode._bus.is_up, within_s=4)
+            async with member(broker, "gateway", "late") as late:  # the broker knows all again
+                await live(late, "decode", [decode.hello.start_id], within_s=2)
+            await decode.__aexit__(None, None, None)
+            await live(watcher, "decode", [], within_s=1)
+            await watcher.__aexit__(None, None, None)
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_member_that_is_taken_for_dead_says_that_it_is_not(broker: str) -> None:
+    async with (
+        run_broker(broker),
+        member(broker, "gateway", "g") as watcher,
+        member(broker, "decode", "d") as decode,
+    ):
+        await decode.announce("127.0.0.1:7")
+        start_id = decode.hello.start_id
+        await live(watcher, "decode", [start_id], within_s=2)
+        topic = bus.Topics("local").presence("decode", "d", start_id)
+        gone = watcher.changed
+        await watcher._bus.publish(topic, b"", qos=1, retain=True)
+        with anyio.fail_after(2):
+            await gone()
+        await live(watcher, "decode", [start_id], within_s=2)
+
+
+async def test_commands_reach_their_member_only(broker: str) -> None:
+    async with (
+        run_broker(broker),
+        member(broker, "gateway", "g") as watcher,
+        started(broker, "decode", "decode-0") as first,
+        started(broker, "decode", "decode-1") as second,
+    ):
+        await first.next()
+        await second.next()
+        await watcher.command("decode-1", "forget", keys="all", count=2)
+        await watcher.command("decode-0", "drain")
+        with anyio.fail_after(5):
+            said = await first.next()
+            assert said == {"command": "drain", "arguments": {}}
+            said = await second.next()
+            assert said == {"command": "forget", "arguments": {"keys": "all", "count": 2}}
+
+
+async def test_garbage_is_refused_counted_and_changes_nothing(broker: str) -> None:
+    async with run_broker(broker), member(broker, "gateway", "g") as watcher:
+        topics = bus.Topics("local")
+        for topic, payload in (
+            (topics.presence("decode", "d", "s"), b"\xc1garbage"),
+            (topics.presence("decode", "d", "s"), bus.encode({"role": "decode"})),
+            (topics.load("decode", "d", "s"), bus.encode([1])),
+            (topics.commands("g"), bus.encode({"verb": 7})),
+        ):
+            await watcher._bus.publish(topic, payload)
+        refused = watcher._metrics.messages_refused
+        await until(lambda: refused._value.get() >= 4, within_s=2)
+        assert [each.peer.role for each in watcher.listing()] == ["gateway"]
+
+
+async def test_metrics_are_served_on_loopback(broker: str) -> None:
+    async with run_broker(broker), member(broker, "store", "store-0", {}) as one:
+        address = one._peer.metrics_address
+        assert address.startswith("127.0.0.1:")
+        async with httpx.AsyncClient() as client:
+            text = (await client.get(f"http://{address}/metrics")).text
+        assert "kvass_bus_up 1.0" in text and "process_resident_memory_bytes" in text
+
+
+async def test_an_error_of_the_body_stays_what_it_is(broker: str) -> None:
+    with pytest.raises(Incompatible):
+        async with run_broker(broker), member(broker, "decode", "d"):
+            raise Incompatible("a", 1, 2, who="them")
+
+
+@pytest.mark.parametrize("payload", [b"", b"\x92", bus.encode(1)[:-1], b"\x92\x02\x01", b"\x01"])
+def test_payloads_of_another_kind_are_invalid(payload: bytes) -> None:
+    with pytest.raises(Invalid):
+        bus.decode(payload, int)
+
+
+def test_payloads_are_bounded() -> None:
+    with pytest.raises(Invalid, match="over"):
+        bus.encode(b"x" * bus.PAYLOAD_BYTES_MAX)
+    with pytest.raises(Invalid, match="over"):
+        bus.decode(b"x" * (bus.PAYLOAD_BYTES_MAX + 1), bytes)
+
+
+def test_topics_name_their_parts() -> None:
+    topics = bus.Topics("local")
+    parsed = topics.parse(topics.load("decode", "decode-0", "abc"))
+    assert parsed == ("load", "decode", "decode-0", "abc")
+    assert topics.parse(topics.commands("decode-0")) is None
+    assert topics.parse("kvass/other/member/decode/d@s") is None
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "a+", "#", "a@b", "x" * 65])
+def test_names_that_would_break_a_topic_are_invalid(name: str) -> None:
+    with pytest.raises(Invalid):
+        bus.Topics(name)
+    with pytest.raises(Invalid):
+        bus.Topics("local").commands(name)

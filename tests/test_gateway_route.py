@@ -1,0 +1,137 @@
+"""Routing: properties of the estimate, the choice, affinity and the count of cached tokens."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvass.common.errors import Overloaded, Unavailable
+from kvass.common.keys import BlockKey, ranges_of
+from kvass.gateway import route
+from kvass.gateway.route import Affinity, Prompt, Worker
+
+BLOCK = 16
+
+workers = st.builds(
+    Worker,
+    member_id=st.uuids().map(str),
+    start_id=st.uuids().map(str),
+    running=st.integers(0, 64),
+    waiting=st.integers(0, 8),
+    waiting_tokens=st.integers(0, 100_000),
+    waiting_max=st.sampled_from([0, 4, 16]),
+    prefill_tokens_s=st.floats(10, 1e5),
+    pull_bytes_s=st.floats(1e6, 1e10),
+)
+fleets = st.lists(workers, min_size=1, max_size=5, unique_by=lambda worker: worker.start_id)
+index_sets = st.sets(st.integers(0, 40))
+
+
+def prompt_of(tokens: int, stored: set[int]) -> Prompt:
+    return Prompt(tokens, BLOCK, 100_000, ranges_of(sorted(stored)))
+
+
+@given(fleets, st.lists(workers, max_size=3), st.integers(1, 700), index_sets, st.data())
+def test_the_plan_is_the_best_of_what_is_there(
+    decodes: list[Worker],
+    prefills: list[Worker],
+    tokens: int,
+    stored: set[int],
+    data: st.DataObject,
+) -> None:
+    local = {each.start_id: data.draw(index_sets) for each in decodes}
+    prompt = prompt_of(tokens, stored)
+    if all(each.is_full for each in decodes):
+        with pytest.raises(Overloaded) as caught:
+            route.plan(prompt, decodes, prefills, local=local, prefill_tokens_min=64)
+        assert caught.value.retry_after_s >= 1
+        return
+    planned = route.plan(prompt, decodes, prefills, local=local, prefill_tokens_min=64)
+    assert planned.decode in decodes and not planned.decode.is_full
+    blocks = tokens // BLOCK
+    have = {i for i in local[planned.decode.start_id] | stored if i < blocks}
+    assert planned.missing_tokens == max(1, tokens - BLOCK * len(have))
+    usable = [each for each in prefills if not each.is_full]
+    assert (planned.prefill is not None) == (planned.missing_tokens >= 64 and bool(usable))
+    assert planned.prefill is None or planned.prefill in usable
+    for other in decodes:
+        if not other.is_full:
+            alone = route.plan(prompt, [other], prefills, local=local, prefill_tokens_min=64)
+            assert planned.estimate_s <= alone.estimate_s
+    assert planned == route.plan(
+        prompt, decodes[::-1], prefills[::-1], local=local, prefill_tokens_min=64
+    )
+
+
+@given(workers.filter(lambda worker: not worker.is_full), st.integers(1, 700), index_sets)
+def test_blocks_in_the_pool_never_make_a_worker_worse(
+    worker: Worker, tokens: int, local: set[int]
+) -> None:
+    prompt = prompt_of(tokens, set())
+    cold = route.plan(prompt, [worker], [], local={}, prefill_tokens_min=64)
+    warm = route.plan(prompt, [worker], [], local={worker.start_id: local}, prefill_tokens_min=64)
+    assert warm.estimate_s <= cold.estimate_s
+
+
+def test_no_decode_worker_is_unavailable() -> None:
+    with pytest.raises(Unavailable):
+        route.plan(prompt_of(10, set()), [], [], local={}, prefill_tokens_min=64)
+
+
+def test_affinity_beats_an_equal_worker_and_yields_to_a_long_queue() -> None:
+    cold, warm = Worker("a", "a-s"), Worker("b", "b-s")
+    local = {"b-s": set(range(32))}
+    prompt = prompt_of(512 + 8, set())
+    assert route.plan(prompt, [cold, warm], [], local=local, prefill_tokens_min=64).decode == warm
+    busy = Worker("b", "b-s", waiting_tokens=100_000)
+    assert route.plan(prompt, [cold, busy], [], local=local, prefill_tokens_min=64).decode == cold
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.lists(st.integers(0, 30), max_size=10))))
+def test_affinity_is_bounded_and_remembers_the_latest(
+    records: list[tuple[str, list[int]]],
+) -> None:
+    affinity = Affinity(keys_max=12)
+    for start_id, numbers in records:
+        keys = [BlockKey(bytes([number])) for number in numbers]
+        affinity.record(start_id, keys)
+        assert len(affinity) <= 12
+        assert affinity.blocks(start_id, keys[-3:]) == set(range(len(keys[-3:])))
+        assert affinity.blocks("nobody", keys) == set()
+
+
+ranges = st.lists(
+    st.tuples(st.integers(-5, 60), st.integers(0, 60)).map(lambda pair: (pair[0], sum(pair)))
+)
+
+
+@given(ranges)
+def test_a_union_covers_the_same_positions(given: list[tuple[int, int]]) -> None:
+    merged = route.union(given)
+    covered = {i for first, stop in given for i in range(first, stop)}
+    assert {i for first, stop in merged for i in range(first, stop)} == covered
+    assert merged == ranges_of(sorted(covered))
+
+
+@given(st.integers(1, 100), ranges)
+def test_cached_tokens_are_what_was_not_computed(
+    tokens: int, computed: list[tuple[int, int]]
+) -> None:
+    fresh = {i for first, stop in computed for i in range(first, stop)} & set(range(tokens))
+    assert route.cached_tokens(tokens, computed) == min(tokens - len(fresh), tokens - 1)
+
+
+@given(st.integers(1, 200), index_sets)
+def test_missing_ranges_are_what_no_stored_block_covers(tokens: int, stored: set[int]) -> None:
+    gaps = route.missing_ranges(tokens, BLOCK, ranges_of(sorted(stored)))
+    missing = {i for i in range(tokens) if i // BLOCK not in stored}
+    assert gaps == ranges_of(sorted(missing))
+
+
+def test_a_load_that_makes_no_sense_falls_back() -> None:
+    load = {"running": "many", "prefill_tokens_s": -1, "pull_bytes_s": 0.0, "total_blocks": 7}
+    worker = Worker.of_load("w", "s", load)
+    assert worker == Worker("w", "s", total_blocks=7)
+    assert route.largest_pool_tokens(BLOCK, [worker]) == 7 * BLOCK
+    assert route.largest_pool_tokens(BLOCK, [worker, Worker("x", "y")]) is None

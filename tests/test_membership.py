@@ -1,0 +1,137 @@
+"""The node table: who is live, in whatever order messages come."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvass.common.membership import DEMOTED_S, LIVE_S, REJOIN_S, NodeTable, Peer, Role, State
+
+
+def peer(
+    member_id: str = "decode-0",
+    start_id: str = "a",
+    *,
+    role: Role = "decode",
+    state: State = "ready",
+    started_s: float = 1.0,
+) -> Peer:
+    return Peer(
+        role=role,
+        member_id=member_id,
+        start_id=start_id,
+        host_id="h",
+        pid=1,
+        state=state,
+        started_s=started_s,
+    )
+
+
+def linked(now_s: float = 0.0) -> NodeTable:
+    table = NodeTable()
+    table.link_up(now_s - REJOIN_S)
+    return table
+
+
+def ids(table: NodeTable, now_s: float, role: str = "decode") -> list[str]:
+    return [each.start_id for each in table.live(role, now_s)]
+
+
+def test_only_ready_members_are_live() -> None:
+    table = linked()
+    table.saw_presence(peer(state="joining"), 0.0)
+    assert ids(table, 0.0) == []
+    table.saw_presence(peer(state="ready"), 0.1)
+    assert ids(table, 0.1) == ["a"]
+    table.saw_presence(peer(state="draining"), 0.2)
+    assert ids(table, 0.2) == []
+
+
+def test_silence_ends_life_and_a_load_brings_it_back() -> None:
+    table = linked()
+    table.saw_presence(peer(), 0.0)
+    assert ids(table, LIVE_S) == ["a"]
+    assert ids(table, LIVE_S + 0.01) == []
+    table.saw_load("a", {"running": 2}, LIVE_S + 1)
+    assert ids(table, LIVE_S + 1) == ["a"]
+    assert table.load("a") == {"running": 2}
+
+
+def test_an_old_last_will_does_not_end_a_new_start() -> None:
+    table = linked()
+    table.saw_presence(peer(start_id="old", started_s=1.0), 0.0)
+    table.saw_presence(peer(start_id="new", started_s=2.0), 1.0)
+    assert ids(table, 1.0) == ["new"]  # one start of each id: the later
+    table.saw_gone("old")
+    assert ids(table, 1.0) == ["new"]
+
+
+def test_the_last_view_is_kept_while_the_link_is_down() -> None:
+    table = linked()
+    table.saw_presence(peer(), 0.0)
+    table.link_down()
+    assert ids(table, 1000.0) == ["a"]
+    table.link_up(1000.0)
+    assert ids(table, 1000.0 + REJOIN_S - 0.01) == ["a"], "others need time to come back, too"
+    assert ids(table, 1000.0 + REJOIN_S) == []
+
+
+def test_a_member_that_went_while_the_link_was_down_is_forgotten() -> None:
+    table = NodeTable(followed=())
+    table.link_up(0.0)
+    for name in ("a", "b"):
+        table.saw_presence(peer(name, name), 0.0)
+    table.link_down()
+    table.link_up(100.0)
+    table.saw_presence(peer("b", "b"), 100.1)
+    table.forget_unconfirmed(100.0 + REJOIN_S - 0.01)
+    assert ids(table, 100.0) == ["a", "b"]
+    table.forget_unconfirmed(100.0 + REJOIN_S)
+    assert [entry.peer.start_id for entry in table.entries()] == ["b"]
+
+
+def test_a_role_that_is_not_followed_is_judged_by_presence_alone() -> None:
+    table = NodeTable(followed=("store",))
+    table.link_up(-REJOIN_S)
+    table.saw_presence(peer(), 0.0)
+    assert ids(table, 1000.0) == ["a"]
+    table.saw_gone("a")
+    assert ids(table, 1000.0) == []
+
+
+def test_a_refused_connection_demotes_for_a_while() -> None:
+    table = linked()
+    table.saw_presence(peer(), 0.0)
+    table.refused("a", 0.0)
+    assert ids(table, DEMOTED_S - 0.01) == []
+    assert ids(table, DEMOTED_S) == ["a"]
+    table.refused("a", 2.0)
+    table.saw_presence(peer(), 2.1)  # it speaks up: no reason to wait
+    assert ids(table, 2.1) == ["a"]
+
+
+def test_version_counts_changes_of_who_is_there_only() -> None:
+    table = linked()
+    table.saw_presence(peer(), 0.0)
+    version = table.version
+    table.saw_load("a", {}, 0.1)
+    table.saw_presence(peer(), 0.2)
+    table.saw_gone("somebody else")
+    assert table.version == version
+    table.saw_gone("a")
+    assert table.version == version + 1
+
+
+@given(st.permutations(["old presence", "old gone", "new presence", "old load", "new load"]))
+def test_any_order_of_two_starts_ends_with_the_new_one(order: list[str]) -> None:
+    table = linked()
+    for what in order:
+        start_id, kind = what.split()
+        if kind == "presence":
+            started_s = {"old": 1.0, "new": 2.0}[start_id]
+            table.saw_presence(peer(start_id=start_id, started_s=started_s), 0.0)
+        elif kind == "gone":
+            table.saw_gone(start_id)
+        else:
+            table.saw_load(start_id, {}, 0.0)
+    assert ids(table, 0.0) == ["new"]
