@@ -1,8 +1,9 @@
 """The configuration tree: defaults, one TOML file, `--set a.b=c`, validation, fingerprint.
 
-`cluster` holds what all members must agree on; its resolved values are exchanged on every connection
-and a difference is refused with the field named. The rest is per process. Environment variables carry
-secrets only (`KVASS_SALT_SECRET`). Nobody writes to a config; derived values are properties.
+`cluster` holds what all members must agree on; its resolved values are exchanged on every
+connection and a difference is refused with the field named. The rest is per process. Environment
+variables carry secrets only (`KVASS_SALT_SECRET`). Nobody writes to a config; derived values are
+properties.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ _ADAPTER = TypeAdapter(Config)
 
 
 def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """Build a config from defaults, then a TOML file, then `a.b=value` overrides; raises Invalid."""
+    """Build a config from defaults, a TOML file, then `a.b=value` overrides; raises Invalid."""
     tree: dict[str, Any] = {}
     if path is not None:
         try:
@@ -147,7 +148,7 @@ def _validate(config: Config) -> None:
                 f"({cluster.block_tokens}): a step could never fill a block"
             )
         if not 0 < worker.pool_share <= 0.9:
-            raise Invalid(f"{name}.pool_share is {worker.pool_share}; expected more than 0, up to 0.9")
+            raise Invalid(f"{name}.pool_share is {worker.pool_share}; expected over 0, up to 0.9")
         if worker.batch_requests < 1 or worker.queue_requests < 0 or worker.pool_blocks < 0:
             raise Invalid(f"{name}: batch_requests must be at least 1, counts must not be negative")
     for name, share in (("hold", store.hold_share), ("quarantine", store.quarantine_share)):

@@ -23,7 +23,9 @@ class Invalid(KvassError):
 
     http_status = 400
 
-    def __init__(self, message: str, *, parameter: str | None = None, http_status: int = 400) -> None:
+    def __init__(
+        self, message: str, *, parameter: str | None = None, http_status: int = 400
+    ) -> None:
         super().__init__(message)
         self.parameter = parameter
         self.http_status = http_status

@@ -31,8 +31,10 @@ class ThreadExecutor:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
 
     async def run(self, function: Callable[[], T]) -> T:
+        work = self._pool.submit(function)
         with anyio.CancelScope(shield=True):
-            return await asyncio.wrap_future(self._pool.submit(function))
+            result = await asyncio.wrap_future(work)
+        return result
 
     def close(self) -> None:
         """Let running work end; start nothing more."""

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -131,24 +131,9 @@ class Member:
         )
 
     async def __aenter__(self) -> Self:
-        async with AsyncExitStack() as stack:
-            stack.enter_context(self._commands)
-            stack.enter_context(self._commands_received)
-            endpoint = metrics.serve(self._host, self.registry)
-            stack.push_async_callback(_close_shielded, endpoint)
-            self._peer = msgspec.structs.replace(self._peer, metrics_address=endpoint.address)
-            tasks = await stack.enter_async_context(anyio.create_task_group())
-            self._tasks = tasks
-            tasks.start_soon(self._bus.run)
-            refusal = await self._join()
-            if refusal is None:
-                await self.announce("", state="joining")
-                tasks.start_soon(self._report)
-                tasks.start_soon(self._obey)
-                self._stack = stack.pop_all()
-                return self
-            tasks.cancel_scope.cancel()
-        raise refusal
+        self._membership = self._join_and_leave()
+        await self._membership.__aenter__()
+        return self
 
     async def __aexit__(
         self,
@@ -156,11 +141,29 @@ class Member:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._tasks.cancel_scope.cancel()
-        if isinstance(error, anyio.get_cancelled_exc_class()):
-            await self._stack.__aexit__(kind, error, trace)
-        else:
-            await self._stack.aclose()  # an error of the body stays what it is, in no group
+        # As if the body had ended well: an error of its stays what it is, in no group.
+        await self._membership.__aexit__(None, None, None)
+
+    @asynccontextmanager
+    async def _join_and_leave(self) -> AsyncIterator[None]:
+        endpoint = metrics.serve(self._host, self.registry)
+        self._peer = msgspec.structs.replace(self._peer, metrics_address=endpoint.address)
+        try:
+            with self._commands, self._commands_received:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._bus.run)
+                    refusal = await self._why_refused()
+                    if refusal is None:
+                        await self.announce("", state="joining")
+                        tasks.start_soon(self._report)
+                        tasks.start_soon(self._obey)
+                        yield
+                    tasks.cancel_scope.cancel()
+                if refusal is not None:
+                    raise refusal
+        finally:
+            with anyio.move_on_after(GOODBYE_S, shield=True):
+                await endpoint.close()
 
     async def announce(
         self,
@@ -222,7 +225,7 @@ class Member:
         if not await self._bus.publish(self._topics.commands(member_id), payload, qos=1):
             raise Unavailable(f"the broker {self._bus.broker} does not take commands now")
 
-    async def _join(self) -> Incompatible | None:
+    async def _why_refused(self) -> Incompatible | None:
         await self._echoed.wait()  # the broker's retained messages came before it
         ours = self.hello.cluster
         for entry in self.table.entries():
@@ -322,8 +325,3 @@ class Member:
                 await self._on_command(command)
             except KvassError as error:
                 _log.warning("command %r failed: %s", command.verb, error)
-
-
-async def _close_shielded(endpoint: metrics.Endpoint) -> None:
-    with anyio.move_on_after(GOODBYE_S, shield=True):
-        await endpoint.close()

@@ -112,10 +112,24 @@ class BlockMetrics:
 
 
 class StoreMetrics:
-    """A store node: its slab, by state; its calls."""
+    """A store node: its slab, by state; what became of blocks; what its users have out."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.slots = Gauge("kvass_store_slots", "Slots, by state", ["state"], registry=registry)
+        self.bytes = Gauge(
+            "kvass_store_bytes", "Bytes of the slab, by state", ["state"], registry=registry
+        )
+        self.slots = Gauge(
+            "kvass_store_slots", "Slots in use, by state", ["state"], registry=registry
+        )
+        self.protected_bytes = Gauge(
+            "kvass_store_protected_bytes", "Bytes kept from eviction", ["by"], registry=registry
+        )
+        self.open = Gauge(
+            "kvass_store_open", "Leases, claims and puts that are open", ["what"], registry=registry
+        )
+        self.landing_bytes = Gauge(
+            "kvass_store_landing_bytes", "Landing memory, by state", ["state"], registry=registry
+        )
         self.blocks = Counter(
             "kvass_store_blocks", "Blocks, by what became of them", ["event"], registry=registry
         )

@@ -1,7 +1,7 @@
 """Framed request/response and streams over TCP, with deadlines, cancellation and a bounded window.
 
-A frame is a little-endian u32 length and one msgpack array [kind, call id, body]. The first frame of
-each side is its `Hello`; members that disagree on the cluster are refused with the field named.
+The first frame of each side is its `Hello`; members that disagree on the cluster are refused with
+the field named. Frames, and errors on the wire, are in `frames.py`.
 
     caller   CALL(id, request) ───────────────────────────────> handler
              REPLY(id, message)  or  ITEM(id, message)* END(id) <───
@@ -14,10 +14,9 @@ Unavailable. It refuses to retry: callers know what another attempt costs.
 
 from __future__ import annotations
 
-import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, NoReturn, TypeVar
 
 import anyio
 import anyio.abc
@@ -25,17 +24,27 @@ import msgspec
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from kvass.common import config, errors, wire
+from kvass.common.frames import (
+    CALL,
+    CANCEL,
+    END,
+    ERROR,
+    HELLO,
+    ITEM,
+    LOST,
+    REPLY,
+    Connection,
+    Frames,
+    pack_error,
+    unpack_error,
+)
 from kvass.common.wire import Message, Request, Tags
 
-_LENGTH = struct.Struct("<I")
 CALLS_MAX = 1024  # per connection: a gateway's whole load on one worker, several times over
 ITEMS_BUFFERED = 256  # per stream: a slow reader holds its sender, not the connection's memory
 HELLO_TIMEOUT_S = 5.0
 
-CALL, REPLY, ITEM, END, ERROR, CANCEL, HELLO = range(7)
-
 R = TypeVar("R", bound=Message)
-Connection = anyio.abc.ByteStream
 
 
 class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,92 +59,7 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     protocol: int = wire.PROTOCOL_VERSION
 
 
-class _ErrorBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An error on the wire, by the name of its class in the taxonomy."""
-
-    name: str
-    message: str
-    parameter: str | None = None
-    retry_after_s: float = 1.0
-    http_status: int = 400
-
-
-def _pack_error(error: errors.KvassError) -> _ErrorBody:
-    return _ErrorBody(
-        name=type(error).__name__,
-        message=str(error),
-        parameter=getattr(error, "parameter", None),
-        retry_after_s=getattr(error, "retry_after_s", 1.0),
-        http_status=error.http_status,
-    )
-
-
-_ERRORS: Mapping[str, Callable[[str], errors.KvassError]] = {
-    cls.__name__: cls
-    for cls in (
-        errors.Unavailable,
-        errors.DeadlineExceeded,
-        errors.BlockCorrupt,
-        errors.TransferFailed,
-    )
-}
-
-
-def _unpack_error(body: object) -> errors.KvassError:
-    try:
-        error = msgspec.convert(body, _ErrorBody)
-    except msgspec.ValidationError as invalid:
-        return errors.Unavailable(f"the peer sent an error that does not parse: {invalid}")
-    if error.name == "Invalid":
-        return errors.Invalid(
-            error.message, parameter=error.parameter, http_status=error.http_status
-        )
-    if error.name == "Overloaded":
-        return errors.Overloaded(error.message, retry_after_s=error.retry_after_s)
-    return _ERRORS.get(error.name, errors.Unavailable)(error.message)
-
-
-async def _receive_exactly(stream: Connection, size: int, rest: bytearray) -> bytes:
-    while len(rest) < size:
-        rest += await stream.receive(1 << 18)
-    taken = bytes(memoryview(rest)[:size])
-    del rest[:size]
-    return taken
-
-
-class _Frames:
-    """Frames over a byte stream; one writer at a time. Mutable fields: `_rest`."""
-
-    def __init__(self, stream: Connection) -> None:
-        self.stream = stream
-        self._rest = bytearray()
-        self._lock = anyio.Lock()
-
-    async def send(self, kind: int, call_id: int, body: object) -> None:
-        packed = wire.pack([kind, call_id, body])
-        if len(packed) > wire.FRAME_BYTES_MAX:
-            raise errors.Invalid(
-                f"a frame of {len(packed)} bytes is over the limit of {wire.FRAME_BYTES_MAX}"
-            )
-        # Shielded: half a frame would make the rest of the connection unreadable.
-        async with self._lock:
-            with anyio.CancelScope(shield=True):
-                await self.stream.send(_LENGTH.pack(len(packed)) + packed)
-
-    async def receive(self) -> tuple[int, int, object]:
-        (size,) = _LENGTH.unpack(await _receive_exactly(self.stream, 4, self._rest))
-        if size > wire.FRAME_BYTES_MAX:
-            raise errors.Invalid(f"a frame of {size} bytes is over {wire.FRAME_BYTES_MAX}")
-        frame = wire.unpack(await _receive_exactly(self.stream, size, self._rest))
-        if not (isinstance(frame, list) and len(frame) == 3):
-            raise errors.Invalid("a frame must be an array of three")
-        kind, call_id, body = frame
-        if not (isinstance(kind, int) and isinstance(call_id, int)):
-            raise errors.Invalid("a frame's kind and call id must be integers")
-        return kind, call_id, body
-
-
-async def _shake_hands(frames: _Frames, ours: Hello, *, answer_first: bool) -> Hello:
+async def _shake_hands(frames: Frames, ours: Hello, *, answer_first: bool) -> Hello:
     """Exchange Hellos; raises Incompatible naming the first field that differs."""
     with anyio.fail_after(HELLO_TIMEOUT_S):
         if answer_first:
@@ -166,7 +90,7 @@ class Call:
 
     __slots__ = ("_call_id", "_frames", "peer", "request")
 
-    def __init__(self, request: Message, peer: Hello, frames: _Frames, call_id: int) -> None:
+    def __init__(self, request: Message, peer: Hello, frames: Frames, call_id: int) -> None:
         self.request = request
         self.peer = peer
         self._frames = frames
@@ -182,10 +106,10 @@ Handler = Callable[[Call], Awaitable[Message | None]]
 
 
 class Server:
-    """Answers calls on any number of connections. Mutable field: `_peers`.
+    """Answers calls on any number of connections.
 
-    `hello` is what this member says of itself. `handlers` maps request classes to handlers; each call
-    runs in a task of its own, under its connection's scope.
+    `hello` is what this member says of itself. `handlers` maps request classes to handlers; each
+    call runs in a task of its own, under its connection's scope.
     """
 
     def __init__(
@@ -202,7 +126,7 @@ class Server:
 
     async def serve_connection(self, stream: Connection) -> None:
         """Serve one connection until it ends; a bad frame ends it, with the reason sent first."""
-        frames = _Frames(stream)
+        frames = Frames(stream)
         peer: Hello | None = None
         try:
             async with stream:
@@ -211,42 +135,47 @@ class Server:
                     await self._serve_calls(frames, peer)
                 except errors.KvassError as error:
                     with anyio.move_on_after(1.0, shield=True):
-                        await frames.send(ERROR, 0, _pack_error(error))
-        except (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError):
-            pass  # the peer left: the ordinary end of a connection
-        except TimeoutError:
-            pass  # it connected and said nothing
+                        await frames.send(ERROR, 0, pack_error(error))
+        except LOST:
+            pass  # the peer left, the ordinary end; or it connected and said nothing
         finally:
             if peer is not None and self._on_leave is not None:
                 with anyio.move_on_after(5.0, shield=True):
                     await self._on_leave(peer)
 
-    async def _serve_calls(self, frames: _Frames, peer: Hello) -> None:
-        scopes: dict[int, anyio.CancelScope] = {}
+    async def _serve_calls(self, frames: Frames, peer: Hello) -> None:
+        """Run the calls of a connection until it ends; raises Invalid for a frame that is wrong."""
+        ended: Exception
         async with anyio.create_task_group() as tasks:
             try:
-                while True:
-                    kind, call_id, body = await frames.receive()
-                    if kind == CANCEL:
-                        if call_id in scopes:
-                            scopes[call_id].cancel()
-                        continue
-                    if kind != CALL or call_id in scopes:
-                        raise errors.Invalid(f"frame kind {kind}, call {call_id}: not expected")
-                    if len(scopes) >= CALLS_MAX:
-                        busy = errors.Overloaded(f"{CALLS_MAX} calls are open on this connection")
-                        await frames.send(ERROR, call_id, _pack_error(busy))
-                        continue
-                    scopes[call_id] = anyio.CancelScope()
-                    tasks.start_soon(self._run_call, frames, peer, call_id, body, scopes)
-            except (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError):
-                pass
-            finally:
-                tasks.cancel_scope.cancel()
+                await self._start_calls(frames, peer, tasks)
+            except (*LOST, errors.KvassError) as error:
+                ended = error  # raised after the group, so that it stays what it is
+            tasks.cancel_scope.cancel()
+        raise ended
+
+    async def _start_calls(
+        self, frames: Frames, peer: Hello, tasks: anyio.abc.TaskGroup
+    ) -> NoReturn:
+        scopes: dict[int, anyio.CancelScope] = {}
+        while True:
+            kind, call_id, body = await frames.receive()
+            if kind == CANCEL:
+                if call_id in scopes:
+                    scopes[call_id].cancel()
+                continue
+            if kind != CALL or call_id in scopes:
+                raise errors.Invalid(f"frame kind {kind}, call {call_id}: not expected")
+            if len(scopes) >= CALLS_MAX:
+                busy = errors.Overloaded(f"{CALLS_MAX} calls are open on this connection")
+                await frames.send(ERROR, call_id, pack_error(busy))
+                continue
+            scopes[call_id] = anyio.CancelScope()
+            tasks.start_soon(self._run_call, frames, peer, call_id, body, scopes)
 
     async def _run_call(
         self,
-        frames: _Frames,
+        frames: Frames,
         peer: Hello,
         call_id: int,
         body: object,
@@ -263,8 +192,8 @@ class Server:
                     else:
                         await frames.send(REPLY, call_id, reply)
                 except errors.KvassError as error:
-                    await frames.send(ERROR, call_id, _pack_error(error))
-        except (anyio.BrokenResourceError, anyio.ClosedResourceError, OSError):
+                    await frames.send(ERROR, call_id, pack_error(error))
+        except LOST:
             pass  # nobody is left to answer; the connection's own task ends it
         finally:
             del scopes[call_id]
@@ -277,7 +206,7 @@ class Client:
     Safe to use from any number of tasks of one event loop.
     """
 
-    def __init__(self, frames: _Frames, peer: Hello, replies: Tags) -> None:
+    def __init__(self, frames: Frames, peer: Hello, replies: Tags) -> None:
         self._frames = frames
         self._replies = replies
         self._waiting: dict[int, MemoryObjectSendStream[tuple[int, object]]] = {}
@@ -301,11 +230,12 @@ class Client:
         """Send a request and iterate over what is streamed back; leaving the context early cancels
         the call at the peer."""
         async with self._open(request, deadline_s=deadline_s) as answers:
-            yield self._items(answers, request)
+            async with aclosing(self._items(answers, request)) as items:
+                yield items
 
     async def _items(
         self, answers: MemoryObjectReceiveStream[tuple[int, object]], request: Request[R]
-    ) -> AsyncIterator[R]:
+    ) -> AsyncGenerator[R, None]:
         while True:
             kind, body = await self._next(answers, request)
             if kind == END:
@@ -327,7 +257,7 @@ class Client:
                 f"{self._who} did not answer {type(request).__name__}: {reason}"
             ) from None
         if kind == ERROR:
-            raise _unpack_error(body)
+            raise unpack_error(body)
         return kind, body
 
     @asynccontextmanager
@@ -343,7 +273,7 @@ class Client:
             with anyio.move_on_after(deadline_s) as scope, receive:
                 try:
                     await self._frames.send(CALL, call_id, request)
-                except (anyio.BrokenResourceError, anyio.ClosedResourceError, OSError) as error:
+                except LOST as error:
                     raise errors.Unavailable(f"{self._who}: {error!r}") from None
                 yield receive
             if scope.cancelled_caught:
@@ -361,7 +291,7 @@ class Client:
     async def _cancel(self, call_id: int) -> None:
         try:
             await self._frames.send(CANCEL, call_id, None)
-        except (anyio.BrokenResourceError, anyio.ClosedResourceError, OSError):
+        except LOST:
             pass  # gone already, and its handlers with it
 
     async def run(self) -> None:
@@ -371,9 +301,9 @@ class Client:
             while True:
                 kind, call_id, body = await self._frames.receive()
                 if call_id == 0 and kind == ERROR:
-                    raise _unpack_error(body)
+                    raise unpack_error(body)
                 self._deliver(kind, call_id, body)
-        except (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError):
+        except LOST:
             reason = "the connection was lost"
         except errors.KvassError as error:
             reason = str(error)
@@ -396,10 +326,9 @@ class Client:
         try:
             waiting.send_nowait((kind, body))
         except anyio.WouldBlock:
-            waiting.close()  # its reader is told when it has read what is buffered
-            del self._waiting[call_id]
-        except anyio.BrokenResourceError:
-            pass
+            waiting.close()  # its reader is told when it has read what is buffered, and cancels
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+            pass  # its reader has left, or was too slow before
         else:
             if kind in (REPLY, END, ERROR):
                 waiting.close()
@@ -411,16 +340,15 @@ async def open_client(stream: Connection, hello: Hello, replies: Tags) -> Client
 
     Raises Incompatible, Invalid, or Unavailable when the peer does not answer.
     """
-    frames = _Frames(stream)
+    frames = Frames(stream)
     try:
         peer = await _shake_hands(frames, hello, answer_first=True)
-    except (anyio.EndOfStream, anyio.BrokenResourceError, OSError) as error:
-        raise errors.Unavailable(f"the peer closed the connection: {error!r}") from None
-    except TimeoutError:
-        raise errors.Unavailable(f"the peer said nothing for {HELLO_TIMEOUT_S:g} s") from None
-    except errors.KvassError:
-        with anyio.move_on_after(1.0, shield=True):
-            await stream.aclose()
+    except BaseException as error:
+        await anyio.aclose_forcefully(stream)
+        if isinstance(error, TimeoutError):
+            raise errors.Unavailable(f"the peer said nothing for {HELLO_TIMEOUT_S:g} s") from None
+        if isinstance(error, LOST):
+            raise errors.Unavailable(f"the peer closed the connection: {error!r}") from None
         raise
     return Client(frames, peer, replies)
 
@@ -439,7 +367,7 @@ class Dialer:
         self._locks: dict[str, anyio.Lock] = {}
 
     async def client(self, address: str) -> Client:
-        """Return the open connection to `host:port`, or open one; raises Unavailable, Incompatible."""
+        """Return the open connection to `host:port`, or open one; raises as `open_client`."""
         async with self._locks.setdefault(address, anyio.Lock()):
             client = self._clients.get(address)
             if client is None or client.closed_because is not None:

@@ -56,7 +56,8 @@ class Tags:
         if cls is None:
             raise Invalid(f"unknown message {value.get('t')!r}; known: {', '.join(self._classes)}")
         try:
-            return msgspec.convert(value, cls, str_keys=True)
+            # bytes are bytes on the wire: text that looks like base64 is not taken for them.
+            return msgspec.convert(value, cls, str_keys=True, builtin_types=(bytes,))
         except msgspec.ValidationError as error:
             raise Invalid(f"message {value['t']!r}: {error}") from None
 
@@ -92,9 +93,9 @@ def unpack(data: bytes | memoryview) -> Any:
 class PrefillProgress(Message, frozen=True, tag="prefill_progress"):
     """A prefill job's state; the last one of a stream has `done` set.
 
-    `visible_blocks`: leading blocks of the chain now in the store. `computed`: token ranges whose KV
-    this job computed so far. On the last message, `missing` lists block ranges that could not be
-    put into the store (decode computes them).
+    `visible_blocks`: leading blocks of the chain now in the store. `computed`: token ranges whose
+    KV this job computed so far. On the last message, `missing` lists block ranges that could not
+    be put into the store (decode computes them).
     """
 
     visible_blocks: int
@@ -152,8 +153,8 @@ class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Delta(Message, frozen=True, tag="delta"):
     """What a stream adds: token ids, and the text that they complete (possibly none yet).
 
-    The last message of a stream has `finish_reason` ("stop" or "length") and the token ranges of the
-    prompt whose KV decode computed itself.
+    The last message of a stream has `finish_reason` ("stop" or "length") and the token ranges of
+    the prompt whose KV decode computed itself.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -198,7 +199,7 @@ class PrefillOver(Request[Done], frozen=True, tag="prefill_over"):
 
 
 class Forget(Request[Done], frozen=True, tag="forget"):
-    """Drop blocks from a worker's own pool: those named, or all unreferenced ones if none is named."""
+    """Drop blocks from a worker's own pool: those named, or all unreferenced ones."""
 
     keys: tuple[bytes, ...] = ()
 

@@ -1,1 +1,1 @@
-"""TODO"""
+"""The memory-bound pool: pulls prompts by prefix hash, decodes, samples, streams."""

@@ -8,9 +8,9 @@ A request's life, with what it owns:
        └────────── suspend (the youngest, when a running request needs a slot) ──┘
 
 Every prompt token is one row, and so is every generated one: a tail, a gap that the store could not
-fill and the next token of a stream are the same thing here, a range of positions whose KV is not there
-yet. The last position's row gives logits. If its KV is there already (a full hit), only its query is
-computed and nothing is written.
+fill and the next token of a stream are the same thing here, a range of positions whose KV is not
+there yet. The last position's row gives logits. If its KV is there already (a full hit), only its
+query is computed and nothing is written.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ State = Literal["waiting", "fetching", "running", "over"]
 class Sequence:
     """One request as the scheduler sees it. Everything but `request` changes.
 
-    `tokens` is the prompt and what was generated; `computed` collects the prompt's token ranges that
-    were computed here; `unoffered` the blocks completed here that the store was not offered yet;
-    `in_step` says that a running step uses the slots.
+    `tokens` is the prompt and what was generated; `computed` collects the prompt's token ranges
+    that were computed here; `unoffered` the blocks completed here that the store was not offered
+    yet; `in_step` says that a running step uses the slots.
     """
 
     request: Generate

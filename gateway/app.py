@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +23,6 @@ from kvass.common.clock import RealClock
 from kvass.common.config import DEFAULT_MODEL, ClusterConfig, Config
 from kvass.common.keys import Namespace
 from kvass.common.member import Member
-from kvass.common.membership import Peer
 from kvass.common.metrics import RequestMetrics
 from kvass.common.model.fetch import resolve_model
 from kvass.common.model.identity import cluster_fields, layout_of, max_model_len
@@ -34,8 +33,8 @@ from kvass.gateway.ask import Served
 from kvass.gateway.fleet import Admission, Fleet
 from kvass.gateway.routes import create_app
 from kvass.gateway.server import HttpServer, bind
-from kvass.kvstore.client import StoreClient
-from kvass.kvstore.placement import StoreNode
+from kvass.kvstore.client import open_client
+from kvass.kvstore.placement import nodes_of
 
 GRACE_S = 20.0  # for answers that are under way when the process is told to stop
 GOODBYE_S = 2.0
@@ -83,7 +82,6 @@ async def serve(
             told.start_soon(life.until_cancelled)
             with life.work:
                 await _serve(config, served, fields, member_id, bound, life, task_status)
-            told.cancel_scope.cancel()
 
 
 @dataclass(slots=True, eq=False)
@@ -124,9 +122,9 @@ async def _serve(
             cluster_fields=fields,
             load=lambda: {"running": admission.choices},
         ) as member,
+        open_client(config.transport, member.hello) as store,
         anyio.create_task_group() as tasks,
     ):
-        store = StoreClient(member.hello, tasks)
         fleet = Fleet(
             served=served,
             members=member,
@@ -138,7 +136,7 @@ async def _serve(
             admission=admission,
         )
         tasks.start_soon(fleet.patrol)
-        tasks.start_soon(member.follow, "store", lambda peers: store.set_nodes(_nodes(peers)))
+        tasks.start_soon(member.follow, "store", lambda peers: store.set_nodes(nodes_of(peers)))
         app = create_app(fleet, member.registry, cluster_name=config.cluster.name)
         server = HttpServer(app, grace_s=GRACE_S)
         tasks.start_soon(server.run_on, bound)
@@ -152,15 +150,3 @@ async def _serve(
             await member.announce(f"{host}:{port}", state="draining")
         await server.drain()
         tasks.cancel_scope.cancel()
-
-
-def _nodes(peers: Sequence[Peer]) -> list[StoreNode]:
-    return [
-        StoreNode(
-            member_id=peer.member_id,
-            address=peer.address,
-            capacity_bytes=int(peer.details.get("capacity_bytes", 0)),
-            host_id=peer.host_id,
-        )
-        for peer in peers
-    ]

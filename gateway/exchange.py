@@ -53,6 +53,7 @@ class Exchange(Response):
             include_usage=form.include_usage,
         )
         self._watch = Watch(fleet.metrics, fleet.clock)
+        self._end_s = fleet.clock.now_s() + fleet.config.request_timeout_s
         self._started = False
         self._failure: errors.KvassError | None = None
         self._usage = Usage()
@@ -122,9 +123,10 @@ class Exchange(Response):
                 if one.stop.max_tokens == 0:  # nothing to generate, so nothing to compute
                     for choice in range(one.choices):
                         sink.put(choice, Delta(finish_reason="length"))
-                    self._usage += Usage(prompt_tokens=len(one.tokens))
+                    usage = Usage(prompt_tokens=len(one.tokens))
                 else:
-                    self._usage += await Session(self._fleet, one, sink).run()
+                    usage = await Session(self._fleet, one, sink, end_s=self._end_s).run()
+                self._usage += usage
         except errors.KvassError as error:
             self._failure = self._failure or error
             others.cancel()

@@ -6,7 +6,8 @@ instead of dying. It refuses to know what a request means.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -46,12 +47,12 @@ class Store(Protocol):
     """What the gateway needs of `kvstore.client.StoreClient`."""
 
     async def lookup(
-        self, chain: Chain, ranges: Sequence[Range], *, deadline_s: float
+        self, chain: Chain, ranges: Iterable[Range], *, deadline_s: float
     ) -> list[Range]: ...
 
     async def release_hold(self, owner: str) -> None: ...
 
-    async def stats(self) -> Sequence[object]: ...
+    async def stats(self, *, deadline_s: float) -> Sequence[Mapping[str, str | int]]: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +95,8 @@ class Admission:
 class Fleet:
     """Everything that the requests of one gateway share.
 
-    Mutable fields: `admission`, `affinity`, `_calls` (in flight).
+    Mutable fields: `admission`, `affinity`, `_calls` (in flight), `_expected` (by start id: choices
+    that are on their way to a worker and no calls yet).
     """
 
     served: Served
@@ -107,6 +109,7 @@ class Fleet:
     admission: Admission = field(default_factory=Admission)
     affinity: Affinity = field(default_factory=Affinity)
     _calls: list[InFlight] = field(default_factory=list)
+    _expected: Counter[str] = field(default_factory=Counter)
 
     def workers(self, role: Role) -> list[Worker]:
         """Return the views of a role's live workers; what this process sent since their last load
@@ -118,9 +121,28 @@ class Fleet:
         own = [call for call in self._calls if call.peer.start_id == peer.start_id]
         return replace(
             worker,
-            running=max(worker.running, len(own) - worker.waiting),
+            running=max(worker.running, len(own) + self._expected[peer.start_id] - worker.waiting),
             waiting_tokens=max(worker.waiting_tokens, sum(call.missing_tokens for call in own)),
         )
+
+    @contextmanager
+    def expect(self, start_id: str) -> Iterator[Callable[[], None]]:
+        """Count a choice that was just routed; yields what to call once it has become a call."""
+        met = False
+
+        def meet() -> None:
+            nonlocal met
+            if not met:
+                met = True
+                self._expected[start_id] -= 1
+                if not self._expected[start_id]:
+                    del self._expected[start_id]
+
+        self._expected[start_id] += 1
+        try:
+            yield meet
+        finally:
+            meet()
 
     async def client(self, role: Role, start_id: str) -> tuple[Peer, Client]:
         """Connect to a worker; one that refuses is left out for a while. Raises Unavailable."""

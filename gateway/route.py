@@ -37,6 +37,7 @@ class Worker:
     waiting_max: int = 0  # how many may wait; 0: it did not say
     total_blocks: int = 0  # of its pool; 0: it did not say
     prefill_tokens_s: float = PREFILL_TOKENS_S
+    has_measured: bool = False  # prefill_tokens_s is its own figure
     pull_bytes_s: float = PULL_BYTES_S
 
     @staticmethod
@@ -56,6 +57,7 @@ class Worker:
             waiting_max=int(number("waiting_max", 0)),
             total_blocks=int(number("total_blocks", 0)),
             prefill_tokens_s=number("prefill_tokens_s", PREFILL_TOKENS_S),
+            has_measured=number("prefill_tokens_s", 0) > 0,
             pull_bytes_s=number("pull_bytes_s", PULL_BYTES_S),
         )
 

@@ -6,11 +6,9 @@ It refuses to know how a completion comes about (exchange, session) and how this
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 
 import anyio
-import msgspec
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
@@ -22,22 +20,28 @@ from kvass.common.membership import Entry
 from kvass.gateway import replies
 from kvass.gateway.exchange import Exchange
 from kvass.gateway.fleet import Fleet
-from kvass.gateway.observe import HitRate
+from kvass.gateway.observe import HitRate, outcome_of
 from kvass.gateway.openai import ChatRequest, CompletionRequest, parse
-
-_log = logging.getLogger(__name__)
 
 BODY_S = 60.0  # a body that takes longer is a client that hangs
 # Of a body over the limit this much more is read and dropped: a client that is still writing would
 # see a reset connection instead of the answer.
 DRAIN_FACTOR = 4
-STATS_S = 2.0
+STATS_S = 1.0
 
 
 def create_app(fleet: Fleet, registry: CollectorRegistry, *, cluster_name: str) -> FastAPI:
     """Build the application over one fleet."""
     app = FastAPI(title="Kvass", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_exception_handler(errors.KvassError, _answer_error)
+
+    async def answer_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, errors.KvassError)
+        if request.method == "POST":
+            fleet.metrics.requests.labels(outcome_of(error)).inc()
+        status, body, headers = replies.of_error(error)
+        return _json(status, body, headers)
+
+    app.add_exception_handler(errors.KvassError, answer_error)
     app.add_exception_handler(HTTPException, _answer_http)
     app.add_exception_handler(Exception, _answer_bug)
     _add_completions(app, fleet)
@@ -100,7 +104,8 @@ def _add_operations(
                 "model": fleet.served.name,
                 "max_model_len": fleet.served.window,
                 "members": members,
-                "store": await _store_counts(fleet),
+                # One entry a node that answers, with its id.
+                "store": [dict(counts) for counts in await fleet.store.stats(deadline_s=STATS_S)],
             },
         )
 
@@ -126,15 +131,6 @@ def _member(entry: Entry, is_live: bool) -> dict[str, object]:
     }
 
 
-async def _store_counts(fleet: Fleet) -> list[object]:
-    with anyio.move_on_after(STATS_S):
-        try:
-            return [msgspec.to_builtins(each) for each in await fleet.store.stats()]
-        except errors.KvassError as error:
-            _log.info("store stats: %s", error)
-    return []
-
-
 async def _read_body(request: Request, size_max: int) -> bytes:
     """Read a request's body; raises Invalid (413) over the limit, before it is all in memory."""
     body, size = bytearray(), 0
@@ -153,12 +149,6 @@ async def _read_body(request: Request, size_max: int) -> bytes:
     if size > size_max:
         raise errors.Invalid(f"the body is over the limit of {size_max} bytes", http_status=413)
     return bytes(body)
-
-
-async def _answer_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, errors.KvassError)
-    status, body, headers = replies.of_error(error)
-    return _json(status, body, headers)
 
 
 async def _answer_http(request: Request, error: Exception) -> Response:

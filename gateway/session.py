@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -63,15 +63,16 @@ class Choice:
 
 
 class Session:
-    """One prompt with its choices.
+    """One prompt with its choices, to be done by `end_s` on the fleet's clock.
 
     Mutable fields: `_choices`; `_computed` (token ranges that workers said they computed);
     `_prefilling` and `_told` (calls that were told that a prefill job fills the store, with their
     request ids); `_held` (blocks may be held under this request's id); `_missing` (token ranges
-    that the store lacked at first); `_failure` (the first error that ends it).
+    that the store lacked at first); `_failure` (the first error that ends it); `_meet` (tells the
+    fleet that the first call was made).
     """
 
-    def __init__(self, fleet: Fleet, ask: Ask, sink: Sink) -> None:
+    def __init__(self, fleet: Fleet, ask: Ask, sink: Sink, *, end_s: float) -> None:
         self._fleet = fleet
         self._ask = ask
         self._sink = sink
@@ -82,7 +83,8 @@ class Session:
         self._prefilling = self._held = False
         self._told: dict[str, tuple[Client, InFlight]] = {}
         self._failure: errors.KvassError | None = None
-        self._end_s = fleet.clock.now_s() + fleet.config.request_timeout_s
+        self._meet: Callable[[], None] = lambda: None
+        self._end_s = end_s
 
     async def run(self) -> Usage:
         """Serve the prompt; raises KvassError when it cannot be, DeadlineExceeded when too late."""
@@ -121,6 +123,10 @@ class Session:
         served = self._fleet.served
         self._missing = route.missing_ranges(len(self._ask.tokens), served.block_tokens, stored)
         planned = self._plan(stored, self._fleet.workers("decode"))
+        with self._fleet.expect(planned.decode.start_id) as self._meet:
+            await self._run_choices(planned, stored)
+
+    async def _run_choices(self, planned: route.Route, stored: list[Range]) -> None:
         async with anyio.create_task_group() as tasks:
             if planned.prefill is not None:
                 self._prefilling = self._held = True
@@ -194,12 +200,15 @@ class Session:
             await self._tell_over(request_id, client, flight)
 
     async def _prefill_on(self, worker: route.Worker, missing_tokens: int, attempt: int) -> None:
-        estimate_s = worker.queue_s + missing_tokens / worker.prefill_tokens_s
+        bound_s = self._left_s
+        if worker.has_measured:
+            estimate_s = worker.queue_s + missing_tokens / worker.prefill_tokens_s
+            bound_s = min(bound_s, PREFILL_SLACK_S + 8 * estimate_s)
         request = wire.Prefill(
             job_id=f"{self._ask.request_id}.{attempt}",
             tokens=self._ask.tokens,
             hold_owner=self._ask.request_id,
-            deadline_s=min(self._left_s, PREFILL_SLACK_S + 8 * estimate_s),
+            deadline_s=bound_s,
             salt=self._ask.salt,
             tenant=self._ask.tenant,
         )
@@ -226,7 +235,7 @@ class Session:
         """A worker that fails may have computed anything that was missing, without saying so."""
         try:
             yield
-        except errors.Overloaded:
+        except (errors.Overloaded, errors.Invalid):
             raise  # it refused before it computed
         except errors.KvassError:
             self._computed.extend(self._missing)
@@ -312,6 +321,7 @@ class Session:
         peer, client = await self._fleet.client("decode", worker.start_id)
         request = self._request(choice, attempt)
         with self._distrusting(), self._fleet.call(peer, client, missing_tokens) as flight:
+            self._meet()
             # No await between reading `_prefilling` and queuing the frame: PrefillOver comes later.
             if request.prefill_pending:
                 self._told[request.request_id] = (client, flight)

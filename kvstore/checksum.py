@@ -6,14 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
-Buffer = memoryview | np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
-
-def sums(buffer: Buffer, offset: int, group_size: int, groups: int) -> tuple[int, ...]:
+def sums(
+    buffer: memoryview | NDArray[np.uint8], offset: int, group_size: int, groups: int
+) -> tuple[int, ...]:
     """Return the checksum of each of `groups` consecutive ranges of `buffer` from `offset` on."""
+    view = buffer if isinstance(buffer, memoryview) else buffer.data
     starts = range(offset, offset + groups * group_size, group_size)
-    return tuple(xxhash.xxh3_64_intdigest(buffer[start : start + group_size]) for start in starts)
+    return tuple(xxhash.xxh3_64_intdigest(view[start : start + group_size]) for start in starts)
 
 
 def rows(flat: Sequence[int], width: int) -> list[tuple[int, ...]]:

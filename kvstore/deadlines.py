@@ -12,8 +12,8 @@ Name = TypeVar("Name", bound=Hashable)
 class Deadlines(Generic[Name]):
     """Names by the time they run out. Mutable fields: `_heap`, `_known`.
 
-    `ends_s` tells a name's present end, or None when it is gone. A renewal needs no call: a name that
-    comes up early is looked up and put back.
+    `ends_s` tells a name's present end, or None when it is gone. A renewal needs no call: a name
+    that comes up early is looked up and put back.
     """
 
     def __init__(self, ends_s: Callable[[Name], float | None]) -> None:

@@ -1,9 +1,10 @@
-"""The bytes of a store node: into its slab and out of it. The index decides; this only moves and checks.
+"""The bytes of a store node: into its slab and out of it. The index decides; this only moves and
+checks.
 
-Same host: the node reads a writer's slots into its slab. TCP: writers write into landing buffers that
-the node lends, and it copies what arrived into the slab before it looks at it; for gets it writes
-into what the reader lends. Whatever enters the slab is checked there, by who put it: nothing is
-visible before.
+Same host: the node reads a writer's slots into its slab. TCP: writers write into landing buffers
+that the node lends, and it copies what arrived into the slab before it looks at it; for gets it
+writes into what the reader lends. Whatever enters the slab is checked there, by who put it: nothing
+is visible before.
 """
 
 from __future__ import annotations
@@ -43,15 +44,10 @@ class Lent:
     offsets: dict[bytes, int]
     ends_s: float
 
-    def card(self) -> LoanCard:
-        """Return what the writer needs."""
-        return LoanCard(
-            tag=self.loan.tag, address=self.loan.address, size=self.loan.size, card=self.loan.card
-        )
-
 
 async def borrow(endpoints: Endpoints, size: int, *, deadline_s: float) -> Loan | None:
-    """Lend landing memory to a peer, waiting for it up to `deadline_s`; None when none came free."""
+    """Lend landing memory to a peer, waiting for it up to `deadline_s`; None when none came
+    free."""
     pause_s = LEND_PAUSE_S
     with anyio.move_on_after(deadline_s):
         while True:
@@ -89,11 +85,13 @@ class Deliveries:
         loan = lent.loan
         try:
             await loan.arrived(deadline_s=deadline_s)
-            await self._executor.run(lambda: self._copy(lent, moves))
         except BaseException:
             loan.abandon()
             raise
-        loan.settle()
+        try:
+            await self._executor.run(lambda: self._copy(lent, moves))
+        finally:
+            loan.settle()
 
     def _copy(self, lent: Lent, moves: Sequence[Move]) -> None:
         arrived = lent.loan.view()
@@ -143,9 +141,7 @@ class Deliveries:
             await writer.write(target.card.start_id, copies, tag=target.tag, deadline_s=deadline_s)
 
 
-def parts(items: Sequence[T], sizes: Sequence[int]) -> list[Sequence[T]]:
-    """Cut items of equal `sizes` into parts of about PART_BYTES."""
-    if not items:
-        return []
-    count = max(1, PART_BYTES // sizes[0])
+def parts(items: Sequence[T], size: int) -> list[Sequence[T]]:
+    """Cut items of `size` bytes each into parts of about PART_BYTES."""
+    count = max(1, PART_BYTES // size)
     return [items[first : first + count] for first in range(0, len(items), count)]

@@ -1,8 +1,8 @@
 """Which visible block goes first when the slab is full. Pure: the seam, and LRU by chain.
 
-The index keeps what no policy may break (nothing leased, held or pinned goes, and no parent before its
-children) and asks the policy only for an order among the rest. A policy refuses to know about bytes,
-slots and time of day.
+The index keeps what no policy may break (nothing leased, held or pinned goes, and no parent before
+its children) and asks the policy only for an order among the rest. A policy refuses to know about
+bytes, slots and time of day.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class ChainLru:
     """Least recently used chain first, its deepest block first. Mutable fields: `_ages`, `_heap`,
     `_stamp`.
 
-    A use touches a block's ancestors too, so ages agree between the nodes that hold parts of a chain.
-    The heap holds one entry an offered block, with the age it had then; one that was used since is
-    pushed back when it comes up, so a use itself costs only a store to a field.
+    A use touches a block's ancestors too, so ages agree between the nodes that hold parts of a
+    chain. The heap holds one entry an offered block, with the age it had then; one that was used
+    since is pushed back when it comes up, so a use itself costs only a store to a field.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,8 @@ class ChainLru:
                 age = self._ages.get(age.parent)
 
     def remove(self, key: bytes) -> None:
-        # Its heap entry, if any, is dropped when it comes up: the heap is compacted at twice the size.
+        # Its heap entry, if any, is dropped when it comes up: the heap is compacted at twice the
+        # size.
         del self._ages[key]
         if len(self._heap) > 2 * len(self._ages) + 64:
             self._compact()

@@ -3,10 +3,10 @@
     slab   | extent, 16 slots of 190,080 | extent, 16 slots of 12,288 | free range ......... |
                  └ free slots of its own       └ all free again: the range goes back
 
-An extent is a contiguous range cut into slots of one size, taken on demand from the free ranges; one
-whose slots are all free goes back, joined with its neighbours. So a slab that serves one model wastes
-nothing, and the space of a size that is no longer used serves the next. Where no hole fits a whole
-extent, a smaller one is cut, down to one slot. It refuses to know what the slots hold.
+An extent is a contiguous range cut into slots of one size, taken on demand from the free ranges;
+one whose slots are all free goes back, joined with its neighbours. So a slab that serves one model
+wastes nothing, and the space of a size that is no longer used serves the next. Where no hole fits a
+whole extent, a smaller one is cut, down to one slot. It refuses to know what the slots hold.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from dataclasses import dataclass, field
 from kvass.common.block import SLOT_ALIGN
 from kvass.common.errors import Invalid
 
-# An extent comes back only when all of its slots are free, so few slots; cutting one costs little.
+# An extent comes back only when all of its slots are free, so few slots, and never more than a small
+# part of the slab; cutting one costs little.
 EXTENT_SLOTS = 16
+EXTENT_SHARE = 16
 
 
 @dataclass(slots=True, eq=False)
 class Extent:
-    """A contiguous range cut into equal slots. Mutable field: `free` (offsets of its free slots)."""
+    """A contiguous range cut into equal slots. Mutable field: `free` (offsets of its free
+    slots)."""
 
     offset: int
     slot_size: int
@@ -47,7 +50,8 @@ class Slot:
 
 class Extents:
     """The free space of `total` bytes. Mutable fields: `_holes` (ascending [offset, size], never
-    touching), `_open` (per size: extents with free slots, as an ordered set), `_extents`, `free_bytes`.
+    touching), `_open` (per size: extents with free slots, as an ordered set), `_extents`,
+    `free_bytes`.
     """
 
     def __init__(self, total: int) -> None:
@@ -105,7 +109,8 @@ class Extents:
         return extent
 
     def _fits(self, hole: int, size: int) -> int:
-        return min(EXTENT_SLOTS, self._holes[hole][1] // size)
+        most = min(EXTENT_SLOTS, max(1, self.total // EXTENT_SHARE // size))
+        return min(most, self._holes[hole][1] // size)
 
     def _join(self, offset: int, size: int) -> None:
         at = bisect_left(self._holes, (offset, 0))

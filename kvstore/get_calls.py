@@ -95,7 +95,8 @@ class GetCalls:
         return m.Held(held=held)
 
     async def _look_at(self, key: bytes) -> None:
-        """A reader got other bytes than it should have: check ours, and drop them if they are wrong."""
+        """A reader got other bytes than it should have: check ours, and drop them if they are
+        wrong."""
         index = self._state.index
         entry = index.ledger.visible(key)
         if entry is None:

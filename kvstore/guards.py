@@ -1,9 +1,9 @@
 """What protects blocks from eviction for a while: holds and pins. Pure.
 
-A *hold* keeps a committed block until the job that asked for it has pulled it; a *pin* keeps what an
-operator or a caller wants kept. Both have an owner and a deadline, and count against one cap, so they
-can never fill the slab; a pin's owner has a quota besides. It refuses to know what a block is: it
-counts the bytes of names.
+A *hold* keeps a committed block until the job that asked for it has pulled it; a *pin* keeps what
+an operator or a caller wants kept. Both have an owner and a deadline, and count against one cap, so
+they can never fill the slab; a pin's owner has a quota besides. It refuses to know what a block is:
+it counts the bytes of names.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """What a store node holds and who uses it: every operation of the node, without its bytes. Pure.
 
 It joins the parts: slots and their states (`ledger`), how blocks come into being (`puts`), leases,
-holds and pins (`guards`), claims. Each call takes `now_s` and first ends what has run out. It refuses
-to know about transports, memory addresses and connections.
+holds and pins (`guards`), claims. Each call takes `now_s` and first ends what has run out. It
+refuses to know about transports, memory addresses and connections.
 
-Invariant, after every call: the ledger's conservation law; nothing leased, held or pinned is evicted.
+Invariant, after every call: the ledger's conservation law; nothing leased, held or pinned is
+evicted.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Limits:
 
 
 class Index:
-    """Mutable fields: its parts, `draining` (no new puts and claims), and the counts `hits`, `misses`,
-    `corrupt`, `dropped`."""
+    """Mutable fields: its parts, `draining` (no new puts and claims), and the counts `hits`,
+    `misses`, `corrupt`, `dropped`."""
 
     def __init__(self, slab_bytes: int, limits: Limits, eviction: Eviction | None = None) -> None:
         self.limits = limits
@@ -61,7 +62,8 @@ class Index:
             self.ledger.offer_key(key)
 
     def take_news(self) -> list[bytes]:
-        """Return, once, the keys that became visible, or that nobody computes or writes any more."""
+        """Return, once, the keys that became visible, or that nobody computes or writes any
+        more."""
         news = [*self.ledger.news, *self._ended]
         self.ledger.news.clear()
         self._ended.clear()
@@ -184,7 +186,8 @@ class Index:
         self._release(("hold", owner), now_s)
 
     def pin(self, owner: str, keys: Sequence[bytes], ends_s: float, now_s: float) -> list[bool]:
-        """Keep blocks from eviction until `ends_s`; False for one that is not here or over quota."""
+        """Keep blocks from eviction until `ends_s`; False for one that is not here or over
+        quota."""
         self.expire(now_s)
         entries = [self.ledger.visible(key) for key in keys]
         return [
@@ -205,7 +208,8 @@ class Index:
     # --- erasure ---
 
     def drop(self, matches: Callable[[BlockHeader], bool], now_s: float) -> int:
-        """Erase blocks, written and being written; what is leased stays readable to its readers only.
+        """Erase blocks, written and being written; what is leased stays readable to its readers
+        only.
 
         Returns how many went.
         """
@@ -249,6 +253,7 @@ class Index:
             "puts": len(self.puts),
             "hits": self.hits,
             "misses": self.misses,
+            "stored": ledger.stored,
             "evictions": ledger.evictions,
             "corrupt": self.corrupt,
             "dropped": self.dropped,

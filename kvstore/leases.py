@@ -1,8 +1,8 @@
 """Timed promises that blocks stay where they are while somebody copies them. Pure.
 
-A lease's id holds the node's start id, so one from before a restart is unknown, and unknown means not
-held. When a lease ends its slots may be reused at once: a reader that is still copying learns so from
-`end`, and from its checksum.
+A lease's id holds the node's start id, so one from before a restart is unknown, and unknown means
+not held. When a lease ends its slots may be reused at once: a reader that is still copying learns
+so from `end`, and from its checksum.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvass.kvstore.deadlines import Deadlines
 from kvass.kvstore.ledger import Entry, Ledger
 
 LEASES_MAX = 16_384  # sixteen connections with their windows full of gets
-MARGIN = 4.0  # DESIGN §4: bytes ÷ measured bandwidth × 4
+MARGIN = 4.0  # DESIGN §4: bytes over measured bandwidth, times 4
 FLOOR_S = 0.5  # a reader's event loop may be busy with other things for this long
 CAP_S = 20.0
 BANDWIDTH_START = 1e9  # bytes/s; a careful first guess, replaced by what is measured

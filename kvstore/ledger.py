@@ -40,8 +40,9 @@ class Group:
 class Entry:
     """A block's slot and what it is used for. All fields but `slot` are mutable.
 
-    While writing, `header` has no checksums, `groups` holds the head groups that are in or promised,
-    and at `ends_s` what is still not whole is given up. `moves` counts transfers into the slot.
+    While writing, `header` has no checksums, `groups` holds the head groups that are in or
+    promised, and at `ends_s` what is still not whole is given up. `moves` counts transfers into the
+    slot.
     """
 
     header: BlockHeader
@@ -59,8 +60,9 @@ class Entry:
 
 
 class Ledger:
-    """Entries and their slots. Mutable fields: `entries` (writing or visible, by key), `gone` (retired or
-    quarantined), `blocks` and `sizes` by state, `news`, `evictions`, `_children`.
+    """Entries and their slots. Mutable fields: `entries` (writing or visible, by key), `gone`
+    (retired or quarantined), `blocks` and `sizes` by state, `news`, `evictions`, `stored`,
+    `_children`.
 
     `news` collects the keys that became visible or stopped being written since it was last emptied.
     """
@@ -75,6 +77,7 @@ class Ledger:
         self.sizes: dict[State, int] = dict.fromkeys(STATES, 0)
         self.news: list[bytes] = []
         self.evictions = 0
+        self.stored = 0
         self._eviction = eviction
         self._guarded = guarded
         self._children: dict[bytes, int] = {}  # visible children by their parent's key
@@ -104,6 +107,7 @@ class Ledger:
         """Make a block readable; every byte of it is in place and was checked."""
         assert entry.state == "writing" and not entry.moves
         self._move(entry, "visible")
+        self.stored += 1
         entry.header = header
         entry.groups = {}
         self._children[header.parent] = self._children.get(header.parent, 0) + 1

@@ -1,12 +1,13 @@
 """What clients and store nodes say to each other. Pure.
 
-Blocks are named by spans: a segment's key, chain indices, and the full keys, since a segment key and an
-index are ambiguous once two chains part inside a segment. One call is about one chain, so answers name
-blocks by chain index, as half-open ranges.
+Blocks are named by spans: a segment's key, chain indices, and the full keys, since a segment key
+and an index are ambiguous once two chains part inside a segment. One call is about one chain, so
+answers name blocks by chain index, as half-open ranges.
 
-    put   put_begin ─> granted places [client writes into the loan, over TCP] put_commit ─> stored
-    get   get_begin ─> lease, places  [client reads, checks] get_end ─> held throughout?     same host
-          get_write ─> the node writes into the client's loan                                TCP
+    put             put_begin ─> granted places  [TCP: the client writes into the loan]
+                    put_commit ─> stored
+    get, same host  get_begin ─> lease, places  [the client reads, checks]  get_end ─> held?
+    get, TCP        get_write ─> the node has written into the client's loan
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from msgspec import Meta
 from kvass.common.errors import Invalid
 from kvass.common.keys import KEY_BYTES, SEGMENT_BLOCKS, Chain, segments
 from kvass.common.transport.route import Way
-from kvass.common.transport.seam import EndpointCard
+from kvass.common.transport.seam import EndpointCard, Loan
 from kvass.common.wire import Done, Message, Range, Request
 
 Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
@@ -30,7 +31,8 @@ Count = Annotated[int, Meta(ge=0, le=1 << 40)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 Ranges = tuple[Range, ...]
 
-# 4,096 spans are 131,072 blocks, 2 M tokens: sixteen of the longest prompts foreseen, 4 MiB of keys.
+# 4,096 spans are 131,072 blocks, 2 M tokens: sixteen of the longest prompts foreseen, 4 MiB of
+# keys.
 SPANS_MAX = 4_096
 BLOCKS_MAX = 1_024  # moved by one call; of the default model 195 MB
 
@@ -87,6 +89,11 @@ class LoanCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     address: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
     size: Count
     card: EndpointCard
+
+
+def card_of(loan: Loan) -> LoanCard:
+    """Return what a peer needs to write into a loan."""
+    return LoanCard(tag=loan.tag, address=loan.address, size=loan.size, card=loan.card)
 
 
 class Attached(Message, frozen=True, tag="attached"):
@@ -154,8 +161,8 @@ class Wait(Request[Waited], frozen=True, tag="wait"):
 
 
 class PutPlaces(Message, frozen=True, tag="put_places"):
-    """What became of each block; `loan` (TCP) has room for this writer's share of each granted block,
-    in ascending order of index."""
+    """What became of each block; `loan` (TCP) has room for this writer's share of each granted
+    block, in ascending order of index."""
 
     granted: Ranges
     visible: Ranges
@@ -167,8 +174,8 @@ class PutPlaces(Message, frozen=True, tag="put_places"):
 class PutBegin(Request[PutPlaces], frozen=True, tag="put_begin"):
     """Ask for places. `groups`: the half-open range of head groups that this writer brings.
 
-    Asking again with the same `put_id` changes nothing. What is not committed within `deadline_s` of
-    receipt is given up.
+    Asking again with the same `put_id` changes nothing. What is not committed within `deadline_s`
+    of receipt is given up.
     """
 
     put_id: Name
@@ -194,7 +201,8 @@ class PutStored(Message, frozen=True, tag="put_stored"):
 
 class PutCommit(Request[PutStored], frozen=True, tag="put_commit"):
     """The blocks' bytes are at `addresses` (same host; where the writer's first group starts) or in
-    the loan (TCP, where `addresses` is empty). `checksums`: xxh3-64, one a head group, block by block.
+    the loan (TCP, where `addresses` is empty). `checksums`: xxh3-64, one a head group, block by
+    block.
     """
 
     put_id: Name

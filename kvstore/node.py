@@ -1,7 +1,7 @@
 """A store node without its listener: its calls on the wire, and the clock that ends what runs out.
 
-The index decides, deliveries move bytes. State changes are made in the index synchronously, before and
-after every await, so its conservation law holds at each suspension. It refuses to know about
+The index decides, deliveries move bytes. State changes are made in the index synchronously, before
+and after every await, so its conservation law holds at each suspension. It refuses to know about
 membership and sockets: `service.py`.
 """
 
@@ -26,8 +26,8 @@ from kvass.kvstore.node_state import NodeState, check_own, chosen, ranges, reque
 from kvass.kvstore.put_calls import PutCalls
 from kvass.kvstore.slab import Slab
 
-# What runs out while nobody calls is noticed this late at most: short beside a claim, and the cost of
-# looking is not measurable.
+# What runs out while nobody calls is noticed this late at most: short beside a claim, and the cost
+# of looking is not measurable.
 TICK_S = 0.1
 
 

@@ -1,10 +1,10 @@
 """A store node's side of a put: places, loans, bytes, checks; only then is a block visible.
 
     same host   begin ─> granted             commit ─> node reads the writer's slots, checks
-    TCP         begin ─> granted, a loan     commit ─> node waits for the loan, copies, checks the copy
+    TCP         begin ─> granted, a loan     commit ─> node copies what arrived, checks the copy
 
-Every move that the index has begun is ended whatever happens, and every loan is settled or abandoned
-once: by commit, abort, the put's deadline, or the end of the writer's connection.
+Every move that the index has begun is ended whatever happens, and every loan is settled or
+abandoned once: by commit, abort, the put's deadline, or the end of the writer's connection.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class PutCalls:
         """Lend memory for the granted shares; give the put up when there is none."""
         known = self._lent.get(order.put_id)
         if known is not None:  # asked again: the answer was lost
-            return known.card() if list(known.offsets) == list(granted) else None
+            return m.card_of(known.loan) if list(known.offsets) == list(granted) else None
         share = len(order.groups) * order.headers[0].length // order.head_groups
         loan = None
         try:
@@ -141,8 +141,8 @@ class PutCalls:
         if loan is None:
             return None
         offsets = {key: i * share for i, key in enumerate(granted)}
-        lent = self._lent[order.put_id] = Lent(loan, order.session, offsets, order.ends_s)
-        return lent.card()
+        self._lent[order.put_id] = Lent(loan, order.session, offsets, order.ends_s)
+        return m.card_of(loan)
 
     async def _commit(self, call: Call) -> m.PutStored:
         request = request_of(call, m.PutCommit)
@@ -150,14 +150,15 @@ class PutCalls:
         lent = self._lent.get(request.put_id)
         if lent is not None and lent.session != session:
             raise Invalid(f"put_commit: {request.put_id!r} is another writer's")
-        _check_commit(request, self._ways.get(session))
+        way = self._ways.get(session)
+        _check_commit(request, way)
         self._lent.pop(request.put_id, None)
         coming = self._begin_moves(request, session)
         outcome = _Outcome()
         try:
             if lent is not None:
                 await self._land(lent, coming, outcome, request.deadline_s)
-            else:
+            elif way == "read":
                 await self._read(session, coming, outcome, request.deadline_s)
         except KvassError as error:
             self._state.faults["put_failed"] += len(coming)
@@ -193,7 +194,8 @@ class PutCalls:
     async def _read(
         self, session: str, coming: dict[_Coming, None], outcome: _Outcome, deadline_s: float
     ) -> None:
-        """Read a same-host writer's slots, part by part; each part is checked beside the next read."""
+        """Read a same-host writer's slots, part by part; each part is checked beside the next
+        read."""
         failures: list[KvassError] = []
 
         async def read(part: Sequence[_Coming]) -> None:
@@ -204,8 +206,10 @@ class PutCalls:
                 failures.append(error)
 
         blocks = list(coming)
+        if not blocks:
+            return
         before: Sequence[_Coming] = ()
-        for part in [*parts(blocks, [block.move.size for block in blocks]), ()]:
+        for part in [*parts(blocks, blocks[0].move.size), ()]:
             async with anyio.create_task_group() as tasks:
                 if before:
                     tasks.start_soon(self._check, coming, before, outcome)

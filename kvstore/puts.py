@@ -5,8 +5,8 @@
                  v the writer left     v
                freed                 freed
 
-Writers of different head groups share a block's slot; of two that offer the same group the second is
-told `busy`, and once the block is visible every further one is told so: the first commit wins.
+Writers of different head groups share a block's slot; of two that offer the same group the second
+is told `busy`, and once the block is visible every further one is told so: the first commit wins.
 Nothing is readable before all of it was checked in its slot.
 """
 
@@ -70,7 +70,8 @@ class Move:
 
 
 class Puts:
-    """Mutable fields: `_puts` by id, `_deadlines` of puts, `_entry_deadlines` of unfinished blocks."""
+    """Mutable fields: `_puts` by id, `_deadlines` of puts, `_entry_deadlines` of unfinished
+    blocks."""
 
     def __init__(self, ledger: Ledger, guards: Guards, quarantine_bytes: int) -> None:
         self._ledger = ledger
@@ -158,7 +159,8 @@ class Puts:
             self._guards.add(("hold", order.hold_owner), key, size, order.hold_ends_s)
 
     def begin_move(self, put_id: str, session: str, key: bytes) -> Move | None:
-        """Start moving a put's share of a block; None when the put has no claim to it (any more)."""
+        """Start moving a put's share of a block; None when the put has no claim to it (any
+        more)."""
         put = self._puts.get(put_id)
         if put is None or put.session != session:
             return None

@@ -1,4 +1,5 @@
-"""A store node's memory: one mapping, from start to end. What its slots hold is the index's matter."""
+"""A store node's memory: one mapping, from start to end. What its slots hold is the index's
+matter."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ HOST_SHARE = 0.9
 
 
 class Slab:
-    """Anonymous memory, on 2 MiB pages where the host gives them. `close` it after its transports."""
+    """Anonymous memory, on 2 MiB pages where the host gives them. `close` it after its
+    transports."""
 
     def __init__(self, size_bytes: int) -> None:
         _check_host(size_bytes)
@@ -51,8 +53,8 @@ def _check_host(size_bytes: int) -> None:
     available = available_bytes()
     if not 0 < size_bytes <= available * HOST_SHARE:
         raise Invalid(
-            f"store.slab_bytes is {size_bytes}; this host can give {available} bytes now, of which at "
-            f"most {HOST_SHARE:.0%} may be a slab"
+            f"store.slab_bytes is {size_bytes}; this host can give {available} bytes now, of which "
+            f"at most {HOST_SHARE:.0%} may be a slab"
         )
 
 

@@ -1,4 +1,5 @@
-"""Tasks that wait for news of blocks. It refuses to know what the news is: who is woken looks again."""
+"""Tasks that wait for news of blocks. It refuses to know what the news is: who is woken looks
+again."""
 
 from __future__ import annotations
 

@@ -31,7 +31,12 @@ class DenseKv:
         return DensePlan(tables, row_table, row_position)
 
     def append(
-        self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, offsets: torch.Tensor
+        self,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slots: torch.Tensor,
+        offsets: torch.Tensor,
     ) -> None:
         assert k.dtype == v.dtype == torch.float32
         self.memory[layer, 0, slots, offsets] = k

@@ -1,14 +1,13 @@
 """A gateway under test: the real application, real RPC over loopback, workers that follow a script.
 
 A scripted worker answers with the bytes of a given text, one token a byte, so that characters split
-over tokens; it can pause, refuse, die and hang, and it notes what it was asked and what was cancelled.
+over tokens; it can pause, refuse, die and hang, and notes what it was asked and what was cancelled.
 """
 
 from __future__ import annotations
 
 import codecs
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -72,6 +71,7 @@ class ScriptedWorker:
     before_answer: Callable[[], Awaitable[None]] | None = None
     refusal: errors.KvassError | None = None
     address: str = ""
+    own_hello: Hello | None = None
     requests: list[wire.Message] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
@@ -80,7 +80,7 @@ class ScriptedWorker:
 
     @property
     def hello(self) -> Hello:
-        return hello(self.role, self.number)
+        return self.own_hello or hello(self.role, self.number)
 
     async def serve(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
         handlers: dict[type[wire.Message], rpc.Handler] = {
@@ -180,7 +180,7 @@ class ScriptedStore:
         self.error: errors.KvassError | None = None
 
     async def lookup(
-        self, chain: Chain, ranges: Sequence[Range], *, deadline_s: float
+        self, chain: Chain, ranges: Iterable[Range], *, deadline_s: float
     ) -> list[Range]:
         self.lookups.append(chain)
         if self.error is not None:
@@ -191,8 +191,8 @@ class ScriptedStore:
         await anyio.lowlevel.checkpoint()
         self.released.append(owner)
 
-    async def stats(self) -> list[dict[str, int]]:
-        return [{"blocks": len(self.stored)}]
+    async def stats(self, *, deadline_s: float) -> list[dict[str, str | int]]:
+        return [{"id": name, "blocks": len(self.stored)} for name in ("store-0", "store-1")]
 
 
 class TableMembers:
@@ -328,12 +328,5 @@ async def a_gateway(
 async def until(condition: Callable[[], bool], within_s: float = 5.0) -> None:
     """Wait for something that other tasks bring about."""
     with anyio.fail_after(within_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - it watches other tasks' plain fields
             await anyio.sleep(0.005)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import anyio
@@ -160,15 +160,15 @@ async def test_a_store_that_serves_any_model_joins_all(broker: str) -> None:
 
 
 async def test_serving_goes_on_without_the_broker_and_all_rejoin(broker: str) -> None:
-    async with anyio.create_task_group() as tasks:
+    watcher, decode = member(broker, "gateway", "g"), member(broker, "decode", "d")
+    async with AsyncExitStack() as stack:
         async with run_broker(broker):
-            watcher, decode = member(broker, "gateway", "g"), member(broker, "decode", "d")
-            await watcher.__aenter__()
-            await decode.__aenter__()
+            await stack.enter_async_context(watcher)
+            await stack.enter_async_context(decode)
             await decode.announce("127.0.0.1:7")
             await live(watcher, "decode", [decode.hello.start_id], within_s=2)
-        await anyio.sleep(1.0)
-        assert not watcher._bus.is_up
+        await until(lambda: not (watcher._bus.is_up or decode._bus.is_up), within_s=2)
+        await anyio.sleep(1.0)  # several attempts to reconnect
         assert [each.member_id for each in watcher.live("decode")] == ["d"], "the last view"
         with pytest.raises(Unavailable):
             await watcher.command("d", "drain")
@@ -176,10 +176,7 @@ async def test_serving_goes_on_without_the_broker_and_all_rejoin(broker: str) ->
             await until(lambda: watcher._bus.is_up and decode._bus.is_up, within_s=4)
             async with member(broker, "gateway", "late") as late:  # the broker knows all again
                 await live(late, "decode", [decode.hello.start_id], within_s=2)
-            await decode.__aexit__(None, None, None)
-            await live(watcher, "decode", [], within_s=1)
-            await watcher.__aexit__(None, None, None)
-        tasks.cancel_scope.cancel()
+            await stack.aclose()
 
 
 async def test_a_member_that_is_taken_for_dead_says_that_it_is_not(broker: str) -> None:
@@ -245,6 +242,22 @@ async def test_an_error_of_the_body_stays_what_it_is(broker: str) -> None:
     with pytest.raises(Incompatible):
         async with run_broker(broker), member(broker, "decode", "d"):
             raise Incompatible("a", 1, 2, who="them")
+
+
+async def test_a_cancelled_service_that_holds_a_member_ends(broker: str) -> None:
+    async def serve(*, task_status: anyio.abc.TaskStatus[None]) -> None:
+        async with AsyncExitStack() as stack:
+            one = await stack.enter_async_context(member(broker, "store", "store-0", {}))
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(one.follow, "store", lambda peers: None)
+                task_status.started()
+
+    async with run_broker(broker), member(broker, "gateway", "g") as watcher:
+        with anyio.fail_after(10):
+            async with anyio.create_task_group() as tasks:
+                await tasks.start(serve)
+                tasks.cancel_scope.cancel()
+        assert len(watcher.table.entries()) == 1, "it said goodbye"
 
 
 @pytest.mark.parametrize("payload", [b"", b"\x92", bus.encode(1)[:-1], b"\x92\x02\x01", b"\x01"])

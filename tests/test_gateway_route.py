@@ -130,7 +130,12 @@ def test_missing_ranges_are_what_no_stored_block_covers(tokens: int, stored: set
 
 
 def test_a_load_that_makes_no_sense_falls_back() -> None:
-    load = {"running": "many", "prefill_tokens_s": -1, "pull_bytes_s": 0.0, "total_blocks": 7}
+    load: dict[str, int | float | str] = {
+        "running": "many",
+        "prefill_tokens_s": -1,
+        "pull_bytes_s": 0.0,
+        "total_blocks": 7,
+    }
     worker = Worker.of_load("w", "s", load)
     assert worker == Worker("w", "s", total_blocks=7)
     assert route.largest_pool_tokens(BLOCK, [worker]) == 7 * BLOCK

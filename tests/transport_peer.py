@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from kvass.common.config import TransportConfig
@@ -28,8 +29,10 @@ Bytes = NDArray[np.uint8]
 
 
 def memory(size: int, fill: int) -> Bytes:
-    """Return page-aligned memory, every page touched."""
-    array = np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)
+    """Return memory on big pages, as slabs and pools are, every page touched."""
+    mapping = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping.madvise(mmap.MADV_HUGEPAGE)
+    array = np.frombuffer(mapping, dtype=np.uint8)
     array[:] = fill
     return array
 
@@ -41,6 +44,13 @@ def whole(local: int, remote: int, size: int, piece: int = 1 << 20) -> Copies:
     return Copies(offsets + np.uint64(local), offsets + np.uint64(remote), sizes)
 
 
+def values_of(array: Bytes) -> list[int]:
+    """Return the different values, without sorting 192 MiB."""
+    seen = np.zeros(256, dtype=np.bool_)
+    seen[array] = True
+    return [int(value) for value in np.flatnonzero(seen)]
+
+
 def address_of(array: Bytes) -> int:
     return int(array.ctypes.data)
 
@@ -49,6 +59,13 @@ async def open_over(array: Bytes, config: TransportConfig) -> Endpoints:
     from kvass.common.transport.nixl import open_endpoints
 
     return await open_endpoints(config, own_identity(), [region_of(array)])
+
+
+def listening(pid: int) -> set[tuple[str, int]]:
+    found = psutil.Process(pid).net_connections("inet")
+    return {
+        (c.laddr.ip, c.laddr.port) for c in found if c.status == psutil.CONN_LISTEN or not c.raddr
+    }
 
 
 class Peer:
@@ -145,18 +162,18 @@ class _Served:
 
     async def block_values(self, size: int, count: int) -> list[list[int]]:
         blocks = self.array[: count * size].reshape(count, size)
-        return [[int(value) for value in np.unique(block)] for block in blocks]
+        return [values_of(block) for block in blocks]
 
     async def fill_loan(self, value: int) -> None:
         assert self.loan is not None
         np.frombuffer(self.loan.view(), dtype=np.uint8)[:] = value
 
     async def values(self) -> list[int]:
-        return [int(value) for value in np.unique(self.array)]
+        return values_of(self.array)
 
     async def loan_values(self) -> list[int]:
         assert self.loan is not None
-        return [int(v) for v in np.unique(np.frombuffer(self.loan.view(), dtype=np.uint8))]
+        return values_of(np.frombuffer(self.loan.view(), dtype=np.uint8))
 
     async def counts(self) -> dict[str, int]:
         return self.endpoints.landing.counts()

@@ -3,9 +3,9 @@
 It computes rows, each one token of some request, and knows nothing of requests, batches or blocks:
 where K and V go and what a query sees is the paged pool's business (kernels/seam.py). Weights are
 fused (q‖k‖v, gate‖up), but for the last layer's q, which prefill leaves out: there q and k‖v are
-two products always, so that a row's bits do not depend on who computes it. The sum that runs through
-the layers stays in float32 (as bf16 it costs one top-1 agreement in a hundred); products are in the
-model's dtype.
+two products always, so that a row's bits do not depend on who computes it. The sum that runs
+through the layers is float32 (as bf16 it halves the agreement with float32 arithmetic); products
+are in the model's dtype.
 """
 
 from __future__ import annotations

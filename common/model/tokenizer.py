@@ -46,9 +46,7 @@ class Tokenizer:
         self._special = dict(special or {})
         self._template = _compile(chat_template) if chat_template else None
         self._byte_level = '"ByteLevel"' in _component(inner, "decoder")
-        self._added = {
-            index: token.content for index, token in inner.get_added_tokens_decoder().items()
-        }
+        self._added = inner.get_added_tokens_decoder()
 
     @classmethod
     def load(cls, model_dir: Path) -> Tokenizer:
@@ -81,9 +79,10 @@ class Tokenizer:
         that UTF-8 cannot hold raises Invalid.
         """
         try:
-            return self.inner.encode(text, add_special_tokens=add_special_tokens).ids
+            text.encode()
         except UnicodeEncodeError as error:
             raise Invalid(f"the text is not valid Unicode: {error}") from None
+        return self.inner.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Return the text of token ids; bytes that form no character yet become U+FFFD."""
@@ -95,12 +94,12 @@ class Tokenizer:
         Concatenated over ids they are the text's UTF-8, but for a leading space that sentencepiece
         decoders strip. Raises Invalid for an id outside the vocabulary.
         """
-        if token in self._added:
-            return self._added[token].encode()
         piece = self.inner.id_to_token(token)
         if piece is None:
             raise Invalid(f"token id {token} is outside the vocabulary of {self.vocab_size}")
         if self._byte_level:
+            if token in self._added or not _BYTE_OF.keys() >= set(piece):
+                return piece.encode()
             return bytes(_BYTE_OF[character] for character in piece)
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             return bytes([int(piece[3:5], 16)])
@@ -108,7 +107,7 @@ class Tokenizer:
 
     def is_special(self, token: int) -> bool:
         """Whether `decode` leaves this id out."""
-        added = self.inner.get_added_tokens_decoder().get(token)
+        added = self._added.get(token)
         return added is not None and added.special
 
     @property

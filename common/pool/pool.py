@@ -6,8 +6,8 @@ A slot's life, with who may touch its bytes:
            one owner writes │   immutable, read by many │   nobody; found by key
                             └──release (unnamed)──> free
 
-Conservation, after every call: free + private + shared + cached == total. A slot that a transfer or a
-step still uses is retained by it like by any request, so nothing is reused early.
+Conservation, after every call: free + private + shared + cached == total. A slot that a transfer or
+a step still uses is retained by it like by any request, so nothing is reused early.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class BlockPool:
         """Hand out `count` private slots (content undefined), evicting as needed; all or none."""
         if count > self.available:
             return None
-        slots = []
+        slots: list[int] = []
         for _ in range(count):
             slot = self._free.pop() if self._free else self._radix.evict()
             if slot is None:  # cached blocks under a used child cannot go yet

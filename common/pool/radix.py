@@ -1,8 +1,9 @@
 """The tree of named blocks in a worker's pool, and which of them to evict next. Pure.
 
-A block's key names its whole prefix, so the tree is a map from key to node with a link to the parent's
-key: matching a prefix is one look-up a block, and a hole (a block whose parent is not here) costs
-nothing. Only leaves are evicted, least recently used first: no parent before its children.
+A block's key names its whole prefix, so the tree is a map from key to node with a link to the
+parent's key: matching a prefix is one look-up a block, and a hole (a block whose parent is not
+here) costs nothing. Only leaves are evicted, least recently used first: no parent before its
+children.
 
 It refuses to know about memory: a slot is a number here.
 """
@@ -18,7 +19,8 @@ from kvass.common.keys import BlockKey
 
 @dataclass(slots=True)
 class Node:
-    """One named block. Mutable fields: `refs` (requests that use it), `used_at` (a logical time)."""
+    """One named block. Mutable fields: `refs` (requests that use it), `used_at` (a logical
+    time)."""
 
     key: BlockKey
     parent: bytes
@@ -28,7 +30,8 @@ class Node:
 
 
 class Radix:
-    """Named blocks by key. Mutable fields: `_nodes`, `_children`, `_leaves`, `_ticks`, `cached_count`.
+    """Named blocks by key. Mutable fields: `_nodes`, `_children`, `_leaves`, `_ticks`,
+    `cached_count`.
 
     `_leaves` is a heap of eviction candidates that may be out of date: an entry counts only if its
     node still is an unused leaf with that `used_at`.

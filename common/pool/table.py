@@ -3,8 +3,8 @@
     position   0 ........ frontier ........ ready block ........ tokens
                KV is here │ to compute     │ KV is here already │ to compute
 
-The frontier counts leading tokens whose KV is in place; blocks beyond it may be ready too (a gap is only
-a gap). Both pools use it: prefill for its jobs, decode for its requests.
+The frontier counts leading tokens whose KV is in place; blocks beyond it may be ready too (a gap is
+only a gap). Both pools use it: prefill for its jobs, decode for its requests.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ class BlockTable:
             assert shared, "a key that cannot be named is in the pool already"
 
     def computed(self, stop: int) -> list[int]:
-        """KV up to token `stop` was written from the frontier on; return the blocks it completed."""
+        """KV up to token `stop` was written from the frontier on; return the blocks it
+        completed."""
         assert stop > self.frontier
         first = self.frontier // self.block_tokens
         self.frontier = stop
@@ -131,7 +132,8 @@ class BlockTable:
         return full
 
     def gap_stop(self, limit: int) -> int:
-        """Return where a run of rows from the frontier must end: at `limit`, or at a ready block."""
+        """Return where a run of rows from the frontier must end: at `limit`, or at a ready
+        block."""
         first = self.frontier // self.block_tokens + 1
         for index in range(first, min(len(self.ready), self.blocks(limit))):
             if self.ready[index]:

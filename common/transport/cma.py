@@ -17,7 +17,7 @@ import mmap
 import os
 import select
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -217,19 +217,17 @@ class CmaTransport:
 
 
 class _Read:
-    """A read under way: one slice a step."""
+    """A read under way, one slice a step. Mutable field: `_pieces`, what is left, last first."""
 
     def __init__(self, transport: CmaTransport, start_id: str, copies: Copies) -> None:
         self._transport = transport
         self._start_id = start_id
-        self._pieces: Iterator[Copies] = slices(copies)
+        self._pieces = list(slices(copies))[::-1]
 
     def step(self) -> Progress:
-        piece = next(self._pieces, None)
-        if piece is None:
-            return "done"
-        self._transport.step(self._start_id, piece)
-        return "moved"
+        if self._pieces:
+            self._transport.step(self._start_id, self._pieces.pop())
+        return "moved" if self._pieces else "done"
 
     def stop(self) -> None:
         """Nothing is in flight between two steps."""

@@ -140,14 +140,13 @@ class TcpLanding:
         worked = time.perf_counter() - began > WORK_S
         for tag in tags:
             self._arrive(tag)
-        with self._lock:
-            due_s = self._book.rebuild_due_s()
-        if failed is not None or (due_s is not None and time.monotonic() >= due_s):
-            self._rebuild("bytes may still be on their way" if failed is None else str(failed))
-            return "moved"
-        return "moved" if tags or worked else "idle"
+        if failed is not None:
+            self._rebuild(str(failed))
+        rebuilt = self._rebuild_if_due()
+        return "moved" if tags or worked or rebuilt or failed else "idle"
 
     def _lend(self, size: int, loop: asyncio.AbstractEventLoop) -> TcpLoan | None:
+        self._rebuild_if_due()  # at once, not between this loan and the next
         tag = secrets.token_bytes(TAG_BYTES)
         with self._lock:
             offset = self._book.lend(tag, size, time.monotonic())
@@ -167,7 +166,8 @@ class TcpLanding:
     def _open(self) -> tuple[EndpointCard, mmap.mmap]:
         """Return the card and memory of the agent; creates what is not there yet."""
         if self._memory is None:
-            self._memory = mmap.mmap(-1, self._book.size)
+            self._memory = mmap.mmap(-1, self._book.size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
         if self._agent is None or self._card is None:
             self._generation += 1
             name = f"{self._identity.start_id}.landing.{self._generation}"
@@ -192,6 +192,14 @@ class TcpLanding:
             self.late_arrivals += 1
         else:
             _end_in_loop(*waiting, None)
+
+    def _rebuild_if_due(self) -> bool:
+        with self._lock:
+            due_s = self._book.rebuild_due_s()
+        if due_s is None or time.monotonic() < due_s:
+            return False
+        self._rebuild("bytes may still be on their way")
+        return True
 
     def _rebuild(self, reason: str) -> None:
         """Destroy the agent: nothing lands any more. The next loan creates the next generation."""

@@ -29,7 +29,6 @@ app = typer.Typer(
     "shared store. Start with `kvass up`: a whole cluster on this machine.",
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 

@@ -33,6 +33,7 @@ from kvass.launch.broker import run_broker
 from kvass.launch.output import Output
 from kvass.launch.role import READY_MARK, with_model
 
+PROGRAM: tuple[str, ...] = (sys.executable, "-m", "kvass.launch.cli")
 LINE_BYTES_MAX = 1 << 16
 LAST_LINES = 20  # of a member that died
 HEALTH_INTERVAL_S = 0.05
@@ -147,15 +148,14 @@ class _Supervisor:
 
     async def _start(self, role: Role, member_id: str, broker: str) -> MemberProcess:
         cluster = self._config.cluster
-        command = [
-            *(sys.executable, "-m", "kvass.launch.cli", role, "--id", member_id, "--supervised"),
-            *self._arguments,
-            *("--set", setting("cluster.broker", broker)),
-            *("--set", setting("cluster.model", cluster.model)),
-            *("--set", setting("cluster.served_model_name", cluster.served_model_name)),
-        ]
+        settings = (
+            setting("cluster.broker", broker),
+            setting("cluster.model", cluster.model),
+            setting("cluster.served_model_name", cluster.served_model_name),
+        )
+        arguments = [*self._arguments, *(part for each in settings for part in ("--set", each))]
         process = await anyio.open_process(
-            command,
+            [*PROGRAM, role, "--id", member_id, "--supervised", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -310,7 +310,9 @@ async def _wait_until_healthy(client: httpx.AsyncClient) -> None:
 
 async def _wait_until_whole(client: httpx.AsyncClient) -> None:
     """Wait until the gateway has heard of every kind of member that it can use."""
-    while (await client.get("/health")).json().get("degraded"):
+    while True:
+        if not (await client.get("/health")).json().get("degraded"):
+            return
         await anyio.sleep(HEALTH_INTERVAL_S)
 
 

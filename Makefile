@@ -1,0 +1,41 @@
+# make up: a cluster on this machine.  make test: every test.  Each sets up what it needs, once.
+
+VENV := .venv
+BIN := $(VENV)/bin
+export KVASS_PORT ?= 8000
+
+.DEFAULT_GOAL := help
+.PHONY: help up test check soak clean
+
+help: ## Show this text
+	@echo "Kvass: LLM serving with prefill and decode apart and the KV cache as a shared store."
+	@echo
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@echo
+	@echo "  KVASS_PORT=8001 make up                                moves the gateway's port"
+	@echo "  KVASS_UP_ARGS='--prefill 2 --decode 2 --store 3' make up   adds options of 'kvass up'"
+
+up: $(VENV)/installed ## Install, fetch the model, start a cluster; Ctrl-C stops it
+	@exec $(BIN)/kvass up --port $(KVASS_PORT) $(KVASS_UP_ARGS)
+
+test: $(VENV)/installed-dev ## Install, then the checks and every test
+	@infra/check
+	@exec $(BIN)/pytest
+
+check: $(VENV)/installed-dev ## Format, lint, types, import contracts, tidiness
+	@infra/check
+	@exec $(BIN)/pytest -q tests/test_tidy.py tests/test_packaging.py
+
+soak: $(VENV)/installed-dev ## The property tests, with many more examples each
+	@exec $(BIN)/pytest -m "not process and not model" --hypothesis-profile=soak
+
+clean: ## Remove what was installed and built (not the model's cache)
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/installed: constraints.txt pyproject.toml
+	@infra/setup $(VENV)
+
+$(VENV)/installed-dev: constraints.txt pyproject.toml
+	@infra/setup $(VENV) dev

@@ -1,0 +1,116 @@
+"""Frames on a byte stream: their form, their bounds, and errors as they cross the wire.
+
+A frame is a little-endian u32 length and one msgpack array [kind, call id, body]. It refuses to
+know what a call is; `rpc.py` does.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+
+import anyio
+import anyio.abc
+import msgspec
+
+from kvass.common import errors, wire
+
+_LENGTH = struct.Struct("<I")
+# A peer that takes nothing for so long hangs: its connection is given up, its callers go elsewhere.
+SEND_TIMEOUT_S = 5.0
+
+CALL, REPLY, ITEM, END, ERROR, CANCEL, HELLO = range(7)
+
+Connection = anyio.abc.ByteStream
+# How a connection ends that nobody ended on purpose. (TimeoutError is an OSError.)
+LOST = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
+
+
+class _ErrorBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An error on the wire, by the name of its class in the taxonomy."""
+
+    name: str
+    message: str
+    parameter: str | None = None
+    retry_after_s: float = 1.0
+    http_status: int = 400
+
+
+def pack_error(error: errors.KvassError) -> msgspec.Struct:
+    """Return the body of an ERROR frame."""
+    return _ErrorBody(
+        name=type(error).__name__,
+        message=str(error),
+        parameter=getattr(error, "parameter", None),
+        retry_after_s=getattr(error, "retry_after_s", 1.0),
+        http_status=error.http_status,
+    )
+
+
+_ERRORS: Mapping[str, Callable[[str], errors.KvassError]] = {
+    cls.__name__: cls
+    for cls in (
+        errors.Unavailable,
+        errors.DeadlineExceeded,
+        errors.BlockCorrupt,
+        errors.TransferFailed,
+    )
+}
+
+
+def unpack_error(body: object) -> errors.KvassError:
+    """Return the error that the peer sent; Unavailable for one of no class that callers act on."""
+    try:
+        error = msgspec.convert(body, _ErrorBody)
+    except msgspec.ValidationError as invalid:
+        return errors.Unavailable(f"the peer sent an error that does not parse: {invalid}")
+    if error.name == "Invalid":
+        return errors.Invalid(
+            error.message, parameter=error.parameter, http_status=error.http_status
+        )
+    if error.name == "Overloaded":
+        return errors.Overloaded(error.message, retry_after_s=error.retry_after_s)
+    return _ERRORS.get(error.name, errors.Unavailable)(error.message)
+
+
+async def _receive_exactly(stream: Connection, size: int, rest: bytearray) -> bytes:
+    while len(rest) < size:
+        rest += await stream.receive(1 << 18)
+    taken = bytes(memoryview(rest)[:size])
+    del rest[:size]
+    return taken
+
+
+class Frames:
+    """Frames over a byte stream; one writer at a time. Mutable fields: `_rest`."""
+
+    def __init__(self, stream: Connection) -> None:
+        self.stream = stream
+        self._rest = bytearray()
+        self._lock = anyio.Lock()
+
+    async def send(self, kind: int, call_id: int, body: object) -> None:
+        packed = wire.pack([kind, call_id, body])
+        if len(packed) > wire.FRAME_BYTES_MAX:
+            raise errors.Invalid(
+                f"a frame of {len(packed)} bytes is over the limit of {wire.FRAME_BYTES_MAX}"
+            )
+        async with self._lock:
+            # Shielded: half a frame would make the rest of the connection unreadable.
+            with anyio.move_on_after(SEND_TIMEOUT_S, shield=True) as scope:
+                await self.stream.send(_LENGTH.pack(len(packed)) + packed)
+            if scope.cancelled_caught:
+                await anyio.aclose_forcefully(self.stream)
+                raise anyio.BrokenResourceError
+
+    async def receive(self) -> tuple[int, int, object]:
+        (size,) = _LENGTH.unpack(await _receive_exactly(self.stream, 4, self._rest))
+        if size > wire.FRAME_BYTES_MAX:
+            raise errors.Invalid(f"a frame of {size} bytes is over {wire.FRAME_BYTES_MAX}")
+        frame = wire.unpack(await _receive_exactly(self.stream, size, self._rest))
+        if not (isinstance(frame, list) and len(frame) == 3):
+            raise errors.Invalid("a frame must be an array of three")
+        kind, call_id, body = frame
+        if not (isinstance(kind, int) and isinstance(call_id, int)):
+            raise errors.Invalid("a frame's kind and call id must be integers")
+        return kind, call_id, body

@@ -1,0 +1,119 @@
+"""What a worker computes with: the model, its paged pool and the runner over both, ready to use.
+
+Opening it checks everything a worker can check by itself: the hash functions, that the pool holds
+the longest request, and the known answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from kvass.common import keys
+from kvass.common.block import BlockLayout
+from kvass.common.config import Config, WorkerConfig
+from kvass.common.errors import Invalid
+from kvass.common.kernels.torch_paged import TorchPagedKv
+from kvass.common.keys import Namespace
+from kvass.common.model import identity, known_answer
+from kvass.common.model.fetch import cache_dir
+from kvass.common.model.load import load_model
+from kvass.common.model.runner import Rows, Runner
+from kvass.common.model.spec import ModelSpec, load_spec
+from kvass.common.pool.memory import SlotMemory
+from kvass.common.pool.pool import BlockPool
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A worker's means. `tokens_per_s` is the prefill rate measured while opening."""
+
+    model_dir: Path
+    spec: ModelSpec
+    layout: BlockLayout
+    namespace: Namespace
+    fields: dict[str, str | int]
+    max_model_len: int
+    memory: SlotMemory
+    pool: BlockPool
+    runner: Runner
+    deterministic: bool
+    tokens_per_s: float
+
+
+def pool_slots(layout: BlockLayout, worker: WorkerConfig, role: str, max_model_len: int) -> int:
+    """Return how many blocks the pool holds; raises Invalid if the longest request does not fit.
+
+    One slot more than the longest request needs keeps it running when it is alone.
+    """
+    need = -(-max_model_len // layout.block_tokens) + 1
+    if worker.pool_blocks:
+        slots, source = worker.pool_blocks, f"{role}.pool_blocks"
+    else:
+        share = worker.pool_share * psutil.virtual_memory().total
+        slots, source = int(share // layout.block_size), f"{role}.pool_share {worker.pool_share:g}"
+    if slots < need:
+        raise Invalid(
+            f"{source} gives a pool of {slots} blocks ({slots * layout.block_tokens} tokens), but "
+            f"one request of max_model_len {max_model_len} needs {need}: lower "
+            "cluster.max_model_len or raise the pool"
+        )
+    return slots
+
+
+def open_engine(config: Config, worker: WorkerConfig, role: str) -> Engine:
+    """Load the model of `config` (a directory) and prove the pool; blocks for seconds.
+
+    Raises Invalid for what an operator must change, Unavailable when the known answer is wrong.
+    """
+    keys.self_check()
+    torch.set_num_threads(worker.threads or os.cpu_count() or 1)
+    model_dir = Path(config.cluster.model)
+    spec = load_spec(model_dir)
+    layout = identity.layout_of(spec, config.cluster)
+    max_model_len = identity.max_model_len(spec, config.cluster)
+    slots = pool_slots(layout, worker, role, max_model_len)
+    fields = identity.cluster_fields(model_dir, spec, config.cluster)
+    answer_file = cache_dir() / "known-answers" / f"{str(fields['model_weights'])[:32]}.safetensors"
+    answer = known_answer.known_answer(model_dir, spec, answer_file)
+    model = load_model(model_dir, spec)
+    memory = SlotMemory(layout, slots)
+    kv = TorchPagedKv(memory, layout, spec.heads)
+    runner = Runner(model, kv, layout.block_tokens)
+    known_answer.check(answer, spec, runner, memory)
+    rate = _measure(runner, spec, layout, min(worker.chunk_tokens, max_model_len))
+    _log.info(
+        "known answer right; pool of %d blocks (%.2f GB), prefill at %.0f tokens/s",
+        slots, memory.size / 1e9, rate,
+    )  # fmt: skip
+    return Engine(
+        model_dir=model_dir,
+        spec=spec,
+        layout=layout,
+        namespace=identity.namespace(model_dir, spec, config.cluster),
+        fields=fields,
+        max_model_len=max_model_len,
+        memory=memory,
+        pool=BlockPool(slots),
+        runner=runner,
+        deterministic=kv.deterministic,
+        tokens_per_s=rate,
+    )
+
+
+def _measure(runner: Runner, spec: ModelSpec, layout: BlockLayout, chunk_tokens: int) -> float:
+    """Prefill a chunk and return tokens a second; it also warms the buffers up."""
+    count = min(chunk_tokens, 256)
+    tokens = [(31 * index + 7) % spec.vocab_size for index in range(count)]
+    slots = list(range(-(-count // layout.block_tokens)))
+    started_s = time.perf_counter()
+    runner.run([Rows(tokens, 0, slots, logits=True)])
+    return count / (time.perf_counter() - started_s)

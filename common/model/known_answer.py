@@ -1,0 +1,129 @@
+"""A worker's known answer: before it may commit blocks, it computes some whose content is known.
+
+The answer is K and V of a fixed prompt, computed once a model in float32 by a dense pass that
+shares no kernel, no quantisation and no pool with the worker's own path, and kept beside the cached
+models. The worker prefills the same prompt through everything it will use (weights in their dtype,
+kernels, its pool's memory) and reads the stored bytes back by `BlockLayout`'s offsets. Bad memory,
+a bad kernel or wrong weights are far outside the bound; rounding is far inside.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvass.common.block import BlockLayout
+from kvass.common.errors import Unavailable
+from kvass.common.kernels.formats import CODE_DTYPES, decode
+from kvass.common.kernels.rotation import hadamard
+from kvass.common.model.load import load_model
+from kvass.common.model.runner import Rows, Runner
+from kvass.common.model.spec import ModelSpec
+from kvass.common.pool.memory import SlotMemory
+
+TOKENS = 64
+# Largest relative L2 error of a layer's K or V. Measured for the default model: bf16 products give
+# at most 0.04, with fp8 storage 0.06; swapping two heads, or one layer's K and V, gives more than
+# 1.
+ERROR_MAX = 0.2
+
+
+def prompt(spec: ModelSpec) -> list[int]:
+    """Return the fixed prompt: ids spread over the vocabulary, none of them repeated."""
+    return [(7919 * index + 101) % spec.vocab_size for index in range(TOKENS)]
+
+
+def known_answer(model_dir: Path, spec: ModelSpec, file: Path) -> torch.Tensor:
+    """Return K and V float32 [layers, 2, tokens, heads, head_dim], from `file` or computed now."""
+    if file.is_file():
+        return load_file(file)["kv"]
+    kv = _DenseKv(spec)
+    tokens = torch.tensor(prompt(spec))
+    positions = torch.arange(TOKENS)
+    model = load_model(model_dir, spec, dtype=torch.float32)
+    model.forward(tokens, positions, kv, None, None, positions, positions, None)
+    answer = torch.stack(kv.stored)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(f".{os.getpid()}")
+    save_file({"kv": answer}, partial)
+    partial.rename(file)  # workers that start together compute the same; the last one stays
+    return answer
+
+
+def check(answer: torch.Tensor, spec: ModelSpec, runner: Runner, memory: SlotMemory) -> None:
+    """Prefill the prompt in the pool's first slots and compare; raises Unavailable when it is
+    wrong.
+
+    The pool must be unused.
+    """
+    layout = memory.layout
+    slots = list(range(-(-TOKENS // layout.block_tokens)))
+    runner.run([Rows(prompt(spec), 0, slots)])
+    for layer in range(layout.layers):
+        for value in (False, True):
+            stored = _read_back(memory, layout, slots, layer, value)[:TOKENS]
+            expected = answer[layer, int(value)]
+            error = float((stored - expected).norm() / expected.norm())
+            if not error <= ERROR_MAX:  # also when it is NaN
+                name = f"{'V' if value else 'K'} of layer {layer}"
+                raise Unavailable(
+                    f"the known-answer prefill is wrong: {name} is off by {error:.3g}, at most {ERROR_MAX} is expected. This worker must not "
+                    "commit blocks; check its memory, device and kernels"
+                )
+
+
+def _read_back(
+    memory: SlotMemory, layout: BlockLayout, slots: list[int], layer: int, value: bool
+) -> torch.Tensor:
+    """Return a record's numbers float32 [tokens, heads, head_dim], unrotated, by plain offsets."""
+    heads = []
+    for group in range(layout.head_groups):
+        start = layout.record_offset(group, layer, value)
+        raw = memory.tensor[slots, start : start + layout.record_size]
+        shape = (len(slots), layout.group_heads, layout.block_tokens)
+        codes = raw[:, : layout.codes_size].contiguous().view(CODE_DTYPES[layout.kv_dtype])
+        scales = None
+        if layout.has_scales:
+            end = layout.codes_size + layout.scales_size
+            scales = raw[:, layout.codes_size : end].contiguous().view(torch.bfloat16).view(shape)
+        heads.append(decode(codes.view(*shape, layout.head_dim), scales))
+    numbers = torch.cat(heads, 1).transpose(1, 2).flatten(0, 1)
+    rotated = layout.kv_dtype != "bf16" and (not value or layout.kv_dtype == "int8")
+    return numbers @ hadamard(layout.head_dim) if rotated else numbers
+
+
+class _DenseKv:
+    """A PagedKv without pages: keeps K and V in float32 and attends by the textbook formula.
+
+    Mutable field: `stored`, one [2, tokens, heads, head_dim] a layer.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._repeat = spec.heads // spec.kv_heads
+        self.stored: list[torch.Tensor] = []
+
+    def plan(
+        self, tables: torch.Tensor, row_table: torch.Tensor, row_position: torch.Tensor
+    ) -> None:
+        return None
+
+    def append(
+        self,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slots: torch.Tensor,
+        offsets: torch.Tensor,
+    ) -> None:
+        assert layer == len(self.stored)
+        self.stored.append(torch.stack([k, v]))
+
+    def attend(self, layer: int, q: torch.Tensor, plan: None) -> torch.Tensor:
+        k, v = self.stored[layer].repeat_interleave(self._repeat, dim=2).unbind(0)
+        scores = torch.einsum("nqd,mqd->qnm", q, k) * q.shape[-1] ** -0.5
+        future = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+        return torch.einsum("qnm,mqd->nqd", weights, v)

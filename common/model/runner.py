@@ -1,0 +1,85 @@
+"""From pieces of requests to one forward pass: builds the row tensors of a step and runs it.
+
+It knows tensors and nothing of requests: a piece is a run of tokens, where it starts, and the slots
+of its blocks. Prefill and decode both step through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvass.common.kernels.seam import PagedKv
+from kvass.common.model.load import Model
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Consecutive tokens of one request.
+
+    `tokens` stand at positions `start` …; `slots` is the request's block table and reaches at least
+    to the last of them. `write`: store their KV. `logits`: return those of the last row.
+    """
+
+    tokens: Sequence[int]
+    start: int
+    slots: Sequence[int]
+    write: bool = True
+    logits: bool = False
+
+
+class Runner:
+    """A model over one paged pool. Use it from one thread at a time."""
+
+    def __init__(self, model: Model, kv: PagedKv[Any], block_tokens: int) -> None:
+        self._model = model
+        self._kv = kv
+        self._block_tokens = block_tokens
+
+    def run(self, pieces: Sequence[Rows]) -> torch.Tensor | None:
+        """Compute one step; returns logits float32 [pieces with `logits`, vocab], in order.
+
+        None when no piece wants logits: then of the last layer only K and V are computed.
+        """
+        assert pieces
+        counts = [len(piece.tokens) for piece in pieces]
+        tokens = torch.tensor([token for piece in pieces for token in piece.tokens])
+        starts = torch.tensor([piece.start for piece in pieces])
+        lengths = torch.tensor(counts)
+        row_table = torch.repeat_interleave(torch.arange(len(pieces)), lengths)
+        first_rows = lengths.cumsum(0) - lengths
+        positions = torch.arange(len(tokens)) + (starts - first_rows)[row_table]
+        tables = self._tables(pieces)
+        write_rows = None
+        writes = torch.arange(len(tokens))
+        if not all(piece.write for piece in pieces):
+            writes = write_rows = torch.tensor([piece.write for piece in pieces])[
+                row_table
+            ].nonzero()[:, 0]
+        blocks = positions[writes] // self._block_tokens
+        logits_rows = (lengths.cumsum(0) - 1)[torch.tensor([piece.logits for piece in pieces])]
+        with torch.inference_mode():
+            return self._model.forward(
+                tokens,
+                positions,
+                self._kv,
+                self._kv.plan(tables, row_table, positions),
+                write_rows,
+                tables[row_table[writes], blocks],
+                positions[writes] % self._block_tokens,
+                logits_rows if len(logits_rows) else None,
+            )
+
+    def _tables(self, pieces: Sequence[Rows]) -> torch.Tensor:
+        """Return block tables int64 [pieces, blocks], as long as the longest context needs."""
+        size = self._block_tokens
+        needs = [-(-(piece.start + len(piece.tokens)) // size) for piece in pieces]
+        width = max(needs)
+        rows = [
+            [*piece.slots[:need], *[piece.slots[0]] * (width - need)]
+            for piece, need in zip(pieces, needs, strict=True)
+        ]
+        return torch.tensor(rows)

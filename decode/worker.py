@@ -1,0 +1,212 @@
+"""A decode worker's process: opens its engine, joins the cluster, answers Generate.
+
+One request through this folder: worker (checks it, makes a ticket) → loop (admits, steps) → fetch
+(pulls the prompt's blocks) → schedule (rows of each step) → sampler → stream (text) → back here, as
+Delta messages.
+"""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+
+import anyio
+import anyio.abc
+
+from kvass.common import rpc
+from kvass.common.config import Config
+from kvass.common.costs import Costs
+from kvass.common.errors import DeadlineExceeded, Invalid, Overloaded
+from kvass.common.executor import ThreadExecutor
+from kvass.common.keys import BlockKey, Chain, Salt
+from kvass.common.member import Member
+from kvass.common.metrics import BlockMetrics, PoolMetrics
+from kvass.common.model.engine import Engine, open_engine
+from kvass.common.model.tokenizer import Tokenizer
+from kvass.common.pool.table import BlockTable
+from kvass.common.wire import Done, Forget, Generate, Message, PrefillOver
+from kvass.common.worker import pool_load, watch_pool
+from kvass.decode.fetch import Fetcher
+from kvass.decode.loop import DecodeLoop, Ticket
+from kvass.decode.offer import Offerer
+from kvass.decode.sampler import RowState
+from kvass.decode.schedule import Scheduler, Sequence
+from kvass.decode.stream import TextStream
+from kvass.kvstore.client import StoreClient, open_client
+from kvass.kvstore.placement import nodes_of
+
+
+class Service:
+    """Answers the wire's requests over one loop. Immutable; the loop owns the state."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        loop: DecodeLoop,
+        store: StoreClient,
+        tasks: anyio.abc.TaskGroup,
+        *,
+        queue_requests: int,
+    ) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._loop = loop
+        self._store = store
+        self._tasks = tasks
+        self._queue_requests = queue_requests
+
+    def handlers(self) -> dict[type[Message], rpc.Handler]:
+        return {Generate: self.generate, PrefillOver: self.prefill_over, Forget: self.forget}
+
+    async def generate(self, call: rpc.Call) -> None:
+        """Stream a request's deltas; whatever ends this ends the request."""
+        request = call.request
+        assert isinstance(request, Generate)
+        ticket = self._ticket(request)
+        self._loop.submit(ticket)
+        try:
+            with anyio.fail_after(request.deadline_s):
+                while True:
+                    delta = await ticket.take()
+                    await call.send(delta)
+                    if delta.finish_reason:
+                        return
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"request {request.request_id} was not done within its {request.deadline_s:g} s"
+            ) from None
+        finally:
+            self._loop.leave(ticket)
+
+    async def prefill_over(self, call: rpc.Call) -> Done:
+        """No more blocks will come for a request."""
+        assert isinstance(call.request, PrefillOver)
+        self._loop.prefill_over(call.request.request_id)
+        return Done()
+
+    async def forget(self, call: rpc.Call) -> Done:
+        """Drop unused blocks from the pool."""
+        assert isinstance(call.request, Forget)
+        self._engine.pool.forget([BlockKey(key) for key in call.request.keys])
+        return Done()
+
+    def _ticket(self, request: Generate) -> Ticket:
+        self._check(request)
+        chain = Chain(
+            self._engine.namespace,
+            self._engine.layout.block_tokens,
+            salt=Salt(request.salt),
+            public_blocks=request.public_blocks,
+        )
+        chain.extend(request.tokens)
+        table = BlockTable(self._engine.pool, chain)
+        prompt = request.tokens[: request.prompt_length]
+        generated = request.tokens[request.prompt_length :]
+        eos = self._tokenizer.eos_token_ids
+        ticket = Ticket(
+            sequence=Sequence(request, table, list(request.tokens)),
+            row=RowState(
+                request.sampling,
+                request.stop,
+                prompt=prompt,
+                eos_token_ids=eos,
+                generated=generated,
+            ),
+            text=TextStream(
+                self._tokenizer, prompt, request.stop, frozenset(eos), generated=generated
+            ),
+            on_pulled=lambda: self._release_hold(request),
+        )
+        if not request.prefill_pending:
+            ticket.prefill_over.set()
+        return ticket
+
+    def _check(self, request: Generate) -> None:
+        """Refuse what cannot be served before it takes anything."""
+        length, most = len(request.tokens), self._engine.max_model_len
+        if not 1 <= request.prompt_length <= length:
+            raise Invalid(f"prompt_length is {request.prompt_length} of {length} tokens")
+        if max(request.tokens) >= self._engine.spec.vocab_size or min(request.tokens) < 0:
+            raise Invalid(f"a token id is outside the vocabulary of {self._engine.spec.vocab_size}")
+        total = request.prompt_length + request.stop.max_tokens
+        if request.stop.max_tokens < 1 or total > most or length >= total:
+            raise Invalid(
+                f"{request.prompt_length} prompt tokens and max_tokens {request.stop.max_tokens} "
+                f"(of which {length - request.prompt_length} are there) must be within {most}"
+            )
+        waiting = len(self._loop.scheduler.waiting)
+        if waiting >= self._queue_requests:
+            raise Overloaded(f"{waiting} requests wait on this decode worker", retry_after_s=1.0)
+
+    def _release_hold(self, request: Generate) -> None:
+        if request.hold_owner:
+            self._tasks.start_soon(self._store.release_hold, request.hold_owner)
+
+
+async def serve(
+    config: Config,
+    *,
+    member_id: str,
+    task_status: anyio.abc.TaskStatus[str] = anyio.TASK_STATUS_IGNORED,
+) -> None:
+    """Run a decode worker until cancelled; starts with its RPC address."""
+    worker = config.decode
+    async with AsyncExitStack() as stack:
+        compute = ThreadExecutor("kvass-compute")
+        stack.callback(compute.close)
+        engine = await compute.run(lambda: open_engine(config, worker, "decode"))
+        tokenizer = Tokenizer.load(engine.model_dir)
+        costs = Costs(engine.tokens_per_s)
+        scheduler = Scheduler(
+            engine.pool, chunk_tokens=worker.chunk_tokens, batch_requests=worker.batch_requests
+        )
+        member = Member(
+            config,
+            role="decode",
+            member_id=member_id,
+            cluster_fields=engine.fields,
+            load=lambda: _load(engine, loop, costs, worker.queue_requests),
+        )
+        store = await stack.enter_async_context(
+            open_client(
+                config.transport,
+                member.hello,
+                memory=engine.memory,
+                layout=engine.layout,
+                metrics=BlockMetrics(member.registry),
+            )
+        )
+        offerer = Offerer(store, engine.pool)
+        fetcher = Fetcher(store, costs, engine.layout.block_size)
+        loop = DecodeLoop(scheduler, engine.runner, compute, fetcher, offerer, costs)
+        watch_pool(PoolMetrics(member.registry), engine.pool, loop.totals)
+        await stack.enter_async_context(member)
+        listener, address = await rpc.listen(config.host)
+        await stack.enter_async_context(listener)
+        async with anyio.create_task_group() as tasks:
+            service = Service(
+                engine, tokenizer, loop, store, tasks, queue_requests=worker.queue_requests
+            )
+            tasks.start_soon(member.follow, "store", lambda peers: store.set_nodes(nodes_of(peers)))
+            tasks.start_soon(offerer.run)
+            tasks.start_soon(loop.run)
+            server = rpc.Server(member.hello, service.handlers())
+            tasks.start_soon(listener.serve, server.serve_connection)
+            await member.announce(address)
+            task_status.started(address)
+
+
+def _load(
+    engine: Engine, loop: DecodeLoop, costs: Costs, queue_requests: int
+) -> dict[str, int | float | str]:
+    """Return what this worker says of itself twice a second."""
+    return {
+        **pool_load(engine, costs),
+        "running": len(loop.scheduler.admitted),
+        "waiting": len(loop.scheduler.waiting),
+        "waiting_max": queue_requests,
+        "waiting_tokens": loop.waiting_tokens(),
+        "suspended": loop.totals.suspended,
+        "step_ms": round(loop.totals.step_s * 1e3, 3),
+        "overhead_ms": round(loop.totals.overhead_s * 1e3, 3),
+    }

@@ -1,0 +1,86 @@
+"""A store node as a process: its memory, its listener, its place in the cluster."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+
+import anyio
+import anyio.abc
+
+from kvass.common import rpc
+from kvass.common.bus import Command
+from kvass.common.clock import LoopClock
+from kvass.common.config import Config
+from kvass.common.errors import Invalid
+from kvass.common.executor import ThreadExecutor
+from kvass.common.member import Member
+from kvass.common.transport.identity import Identity
+from kvass.common.transport.nixl import open_endpoints
+from kvass.kvstore.index import Index, Limits
+from kvass.kvstore.node import Node
+from kvass.kvstore.observe import Observer
+from kvass.kvstore.slab import Slab
+
+COPY_THREADS = 2  # hashing and copying beside the mover thread's reads; more only takes cores
+
+
+async def serve(
+    config: Config,
+    *,
+    member_id: str,
+    task_status: anyio.abc.TaskStatus[str] = anyio.TASK_STATUS_IGNORED,
+) -> None:
+    """Run a store node until cancelled; starts with its RPC address. It serves any model."""
+    async with AsyncExitStack() as stack:
+        slab = Slab(config.store.slab_bytes)
+        stack.callback(slab.close)
+        member = Member(
+            config,
+            role="store",
+            member_id=member_id,
+            cluster_fields={},
+            load=lambda: _observed(node, observer),
+            on_command=lambda command: _obey(command, node),
+        )
+        hello = member.hello
+        identity = Identity(hello.host_id, hello.start_id, hello.pid)
+        endpoints = await open_endpoints(config.transport, identity, [slab.region])
+        stack.callback(endpoints.close)
+        executor = ThreadExecutor("kvass-copy", COPY_THREADS)
+        stack.callback(executor.close)
+        node = Node(_index(config, hello.start_id), slab, endpoints, executor, LoopClock())
+        observer = Observer(member.registry)
+        server = rpc.Server(hello, node.handlers(), on_leave=node.on_leave)
+        await stack.enter_async_context(member)
+        listener, address = await rpc.listen(config.host)
+        await stack.enter_async_context(listener)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(node.run)
+            tasks.start_soon(listener.serve, server.serve_connection)
+            await member.announce(address, details={"capacity_bytes": slab.size})
+            task_status.started(address)
+
+
+def _index(config: Config, epoch: str) -> Index:
+    store = config.store
+    limits = Limits(
+        epoch=epoch,
+        claim_s=store.claim_s,
+        hold_s=store.hold_s,
+        hold_share=store.hold_share,
+        quarantine_share=store.quarantine_share,
+    )
+    return Index(store.slab_bytes, limits)
+
+
+def _observed(node: Node, observer: Observer) -> dict[str, int | float | str]:
+    """Return the node's load: its counts, shown as metrics too."""
+    counts = node.counts()
+    observer.update(counts)
+    return dict(counts)
+
+
+async def _obey(command: Command, node: Node) -> None:
+    if command.verb != "drain":
+        raise Invalid(f"a store node does not know the command {command.verb!r}; it knows drain")
+    node.drain()

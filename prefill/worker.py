@@ -1,0 +1,189 @@
+"""A prefill worker's process: opens its engine, joins the cluster, answers Prefill.
+
+One job through this folder: worker (checks it) → loop (admits, steps) → job (finds, claims, pulls)
+→ schedule (chunks of each step) → publish (pushes full blocks) → back here, as PrefillProgress
+messages.
+"""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+
+import anyio
+import anyio.abc
+
+from kvass.common import rpc
+from kvass.common.clock import LoopClock
+from kvass.common.config import Config
+from kvass.common.costs import Costs
+from kvass.common.errors import DeadlineExceeded, Invalid, Overloaded
+from kvass.common.executor import ThreadExecutor
+from kvass.common.keys import BlockKey, Chain, Salt
+from kvass.common.member import Member
+from kvass.common.metrics import BlockMetrics, PoolMetrics
+from kvass.common.model.engine import Engine, open_engine
+from kvass.common.pool.table import BlockTable
+from kvass.common.wire import Done, Forget, Message, Prefill, PrefillProgress
+from kvass.common.worker import pool_load, watch_pool
+from kvass.kvstore.client import StoreClient, open_client
+from kvass.kvstore.placement import nodes_of
+from kvass.prefill.job import Resolver, Run
+from kvass.prefill.loop import PrefillLoop
+from kvass.prefill.publish import Publisher
+from kvass.prefill.schedule import Job, Scheduler, due_s
+
+REPORT_S = 1.0  # a job that waits says so: its caller tells waiting from hanging by it
+
+
+class Service:
+    """Answers the wire's requests over one loop. Immutable; the loop owns the state."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        loop: PrefillLoop,
+        store: StoreClient,
+        costs: Costs,
+        *,
+        queue_requests: int,
+    ) -> None:
+        self._engine = engine
+        self._loop = loop
+        self._store = store
+        self._costs = costs
+        self._queue_requests = queue_requests
+        self._clock = LoopClock()
+
+    def handlers(self) -> dict[type[Message], rpc.Handler]:
+        return {Prefill: self.prefill, Forget: self.forget}
+
+    async def prefill(self, call: rpc.Call) -> None:
+        """Stream a job's progress; whatever ends this ends the job."""
+        request = call.request
+        assert isinstance(request, Prefill)
+        run = self._run(request)
+        if run is None:
+            await call.send(PrefillProgress(visible_blocks=0, computed=(), done=True))
+            return
+        ticket = self._loop.submit(run)
+        try:
+            with anyio.fail_after(request.deadline_s):
+                while True:
+                    moved, progress = run.moved, run.progress()
+                    await call.send(progress)
+                    if progress.done:
+                        return
+                    if ticket.failure is not None:
+                        raise ticket.failure
+                    with anyio.move_on_after(REPORT_S):
+                        await moved.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"prefill job {request.job_id} was not done within {request.deadline_s:g} s"
+            ) from None
+        finally:
+            self._loop.leave(ticket)
+
+    async def forget(self, call: rpc.Call) -> Done:
+        """Drop unused blocks from the pool."""
+        assert isinstance(call.request, Forget)
+        self._engine.pool.forget([BlockKey(key) for key in call.request.keys])
+        return Done()
+
+    def _run(self, request: Prefill) -> Run | None:
+        """Check a job before it takes anything; None when it has no full block."""
+        engine = self._engine
+        if len(request.tokens) > engine.max_model_len:
+            raise Invalid(f"{len(request.tokens)} tokens; at most {engine.max_model_len} fit")
+        if request.tokens and not 0 <= min(request.tokens) <= max(request.tokens) < (
+            engine.spec.vocab_size
+        ):
+            raise Invalid(f"a token id is outside the vocabulary of {engine.spec.vocab_size}")
+        chain = Chain(
+            engine.namespace,
+            engine.layout.block_tokens,
+            salt=Salt(request.salt),
+            public_blocks=request.public_blocks,
+        )
+        chain.extend(request.tokens)
+        if not chain.keys:
+            return None
+        self._admit(request)
+        table = BlockTable(engine.pool, chain)
+        job = Job(request, table, due_s(request, self._clock.now_s()))
+        return Run(job, Publisher(self._store, request, table), self._loop.wake)
+
+    def _admit(self, request: Prefill) -> None:
+        """Refuse early what would only wait here in vain."""
+        scheduler = self._loop.scheduler
+        if len(scheduler.waiting) >= self._queue_requests:
+            raise Overloaded(f"{len(scheduler.waiting)} jobs wait on this prefill worker")
+        queue_s = scheduler.left_tokens() / self._costs.tokens_per_s
+        if queue_s > request.deadline_s:
+            raise Overloaded(
+                f"{queue_s:.0f} s of prefill are queued here; this job's deadline is "
+                f"{request.deadline_s:.0f} s",
+                retry_after_s=queue_s,
+            )
+
+
+async def serve(
+    config: Config,
+    *,
+    member_id: str,
+    task_status: anyio.abc.TaskStatus[str] = anyio.TASK_STATUS_IGNORED,
+) -> None:
+    """Run a prefill worker until cancelled; starts with its RPC address."""
+    worker = config.prefill
+    async with AsyncExitStack() as stack:
+        compute = ThreadExecutor("kvass-compute")
+        stack.callback(compute.close)
+        engine = await compute.run(lambda: open_engine(config, worker, "prefill"))
+        costs = Costs(engine.tokens_per_s)
+        scheduler = Scheduler(
+            chunk_tokens=worker.chunk_tokens, batch_requests=worker.batch_requests
+        )
+        member = Member(
+            config,
+            role="prefill",
+            member_id=member_id,
+            cluster_fields=engine.fields,
+            load=lambda: _load(engine, loop, costs, worker.queue_requests),
+        )
+        store = await stack.enter_async_context(
+            open_client(
+                config.transport,
+                member.hello,
+                memory=engine.memory,
+                layout=engine.layout,
+                metrics=BlockMetrics(member.registry),
+            )
+        )
+        resolver = Resolver(store, costs, engine.layout.block_size, config.store.claim_s)
+        loop = PrefillLoop(scheduler, engine.runner, compute, resolver, costs)
+        watch_pool(PoolMetrics(member.registry), engine.pool, loop.totals)
+        await stack.enter_async_context(member)
+        listener, address = await rpc.listen(config.host)
+        await stack.enter_async_context(listener)
+        async with anyio.create_task_group() as tasks:
+            service = Service(engine, loop, store, costs, queue_requests=worker.queue_requests)
+            tasks.start_soon(member.follow, "store", lambda peers: store.set_nodes(nodes_of(peers)))
+            tasks.start_soon(loop.run)
+            server = rpc.Server(member.hello, service.handlers())
+            tasks.start_soon(listener.serve, server.serve_connection)
+            await member.announce(address)
+            task_status.started(address)
+
+
+def _load(
+    engine: Engine, loop: PrefillLoop, costs: Costs, queue_requests: int
+) -> dict[str, int | float | str]:
+    """Return what this worker says of itself twice a second."""
+    return {
+        **pool_load(engine, costs),
+        "running": len(loop.scheduler.running),
+        "waiting": len(loop.scheduler.waiting),
+        "waiting_max": queue_requests,
+        "waiting_tokens": loop.scheduler.left_tokens(),
+        "step_ms": round(loop.totals.step_s * 1e3, 3),
+    }

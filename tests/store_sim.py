@@ -1,0 +1,353 @@
+"""A store cluster inside one event loop: real nodes, real clients, simulated wires and transports.
+
+Connections are pairs of byte streams in memory; bytes move through `common.transport.memory`. Runs
+on trio's mock clock, so a minute of deadlines takes no time. Everything a test breaks is a method
+here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import anyio
+import anyio.abc
+import numpy as np
+from numpy.typing import NDArray
+
+from kvass.common.block import BlockLayout
+from kvass.common.clock import LoopClock
+from kvass.common.errors import Unavailable
+from kvass.common.executor import InlineExecutor
+from kvass.common.keys import Chain, Namespace, Salt, ranges_of
+from kvass.common.rpc import Client, Hello, Server, open_client
+from kvass.common.transport.identity import Identity
+from kvass.common.transport.memory import Fabric, region_of
+from kvass.common.transport.route import Setting
+from kvass.common.wire import Tags
+from kvass.kvstore import messages as m
+from kvass.kvstore.client import StoreClient
+from kvass.kvstore.index import Index, Limits
+from kvass.kvstore.node import Node
+from kvass.kvstore.placement import StoreNode
+from kvass.kvstore.slab import Slab
+from kvass.kvstore.transfers import Transfers
+
+LAYOUT = BlockLayout(layers=2, kv_heads=4, head_dim=16, block_tokens=4, kv_dtype="fp8")
+TP_LAYOUT = BlockLayout(
+    layers=2, kv_heads=4, head_dim=16, block_tokens=4, kv_dtype="fp8", head_groups=4
+)
+SPACE = Namespace(b"n" * 32)
+
+
+def chain_of(
+    blocks: int, *, seed: int = 0, layout: BlockLayout = LAYOUT, salt: bytes = b""
+) -> Chain:
+    """Return a chain of `blocks` full blocks; equal seeds give equal chains, prefixes included."""
+    chain = Chain(SPACE, layout.block_tokens, salt=Salt(salt))
+    rng = np.random.default_rng(seed)
+    chain.extend(int(t) for t in rng.integers(0, 50_000, blocks * layout.block_tokens))
+    return chain
+
+
+class Wire(anyio.abc.ByteStream):
+    """One end of a connection in memory. Mutable fields: all."""
+
+    def __init__(self) -> None:
+        self.other: Wire
+        self._buffer = bytearray()
+        self._news = anyio.Event()
+        self._closed = False
+        self.hung = False
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._news = anyio.Event()
+
+    async def send(self, item: bytes) -> None:
+        await anyio.lowlevel.checkpoint()
+        if self._closed:
+            raise anyio.ClosedResourceError
+        if self.other._closed:
+            raise anyio.BrokenResourceError
+        self.other._buffer += item
+        self.other._wake()
+
+    async def receive(self, max_bytes: int = 65536) -> bytes:
+        await anyio.lowlevel.checkpoint()
+        while True:
+            if self._closed:
+                raise anyio.ClosedResourceError
+            if self._buffer and not self.hung:
+                taken = bytes(self._buffer[:max_bytes])
+                del self._buffer[:max_bytes]
+                return taken
+            if self.other._closed and not self.hung:
+                raise anyio.EndOfStream
+            await self._news.wait()
+
+    async def send_eof(self) -> None:
+        raise NotImplementedError
+
+    async def aclose(self) -> None:
+        self.cut()
+        await anyio.lowlevel.checkpoint()
+
+    def cut(self) -> None:
+        self._closed = True
+        self._wake()
+        self.other._wake()
+
+    def hang(self, hung: bool) -> None:
+        self.hung = hung
+        self._wake()
+
+
+def wire_pair() -> tuple[Wire, Wire]:
+    one, two = Wire(), Wire()
+    one.other, two.other = two, one
+    return one, two
+
+
+class SlotArray:
+    """A worker's slots, without torch; filled with 0xEE, so that a slot nobody wrote is seen."""
+
+    def __init__(self, layout: BlockLayout, slots: int) -> None:
+        self.array: NDArray[np.uint8] = np.full((slots, layout.block_size), 0xEE, dtype=np.uint8)
+        self.address = int(self.array.ctypes.data)
+        self.size = self.array.nbytes
+        self.layout = layout
+
+    def address_of(self, slot: int) -> int:
+        return self.address + slot * self.layout.block_size
+
+    def fill(self, slot: int, key: bytes) -> None:
+        """Write the one right content of a block into a slot."""
+        self.array[slot] = content(key, self.layout.block_size)
+
+    def is_right(self, slot: int, key: bytes) -> bool:
+        return bool((self.array[slot] == content(key, self.layout.block_size)).all())
+
+
+def content(key: bytes, size: int) -> NDArray[np.uint8]:
+    """Return bytes that only the block of this key has."""
+    return np.random.default_rng(list(key)).integers(0, 256, size, dtype=np.uint8)
+
+
+@dataclass
+class SimNode:
+    """One node's life: `start_id` changes with each start."""
+
+    member_id: str
+    node: Node
+    index: Index
+    slab: Slab
+    server: Server
+    identity: Identity
+    scope: anyio.CancelScope
+    wires: list[Wire] = field(default_factory=list)
+    alive: bool = True
+
+
+@dataclass
+class Worker:
+    """A client with memory."""
+
+    store: StoreClient
+    memory: SlotArray
+    hello: Hello
+    wires: list[Wire] = field(default_factory=list)
+
+
+class SimDialer:
+    """What rpc.Dialer is, over wires. Mutable field: `_clients`."""
+
+    def __init__(self, cluster: Cluster, hello: Hello, wires: list[Wire]) -> None:
+        self._cluster = cluster
+        self._hello = hello
+        self._wires = wires
+        self._clients: dict[str, Client] = {}
+        self._lock = anyio.Lock()
+
+    async def client(self, address: str) -> Client:
+        async with self._lock:
+            client = self._clients.get(address)
+            if client is None or client.closed_because is not None:
+                node = self._cluster.nodes.get(address)
+                if node is None or not node.alive:
+                    raise Unavailable(f"cannot connect to {address}")
+                ours, theirs = wire_pair()
+                self._wires.append(ours)
+                node.wires.append(theirs)
+                self._cluster.tasks.start_soon(node.server.serve_connection, theirs)
+                client = await open_client(ours, self._hello, Tags(m.STORE_REPLIES))
+                self._clients[address] = client
+                self._cluster.tasks.start_soon(client.run)
+            return client
+
+    async def hang_up(self, address: str) -> None:
+        client = self._clients.pop(address, None)
+        if client is not None:
+            await client.close()
+
+
+class Cluster:
+    """Nodes by address (which is their member id). Mutable fields: `nodes`, `workers`,
+    `_starts`."""
+
+    def __init__(self, tasks: anyio.abc.TaskGroup) -> None:
+        self.tasks = tasks
+        self.fabric = Fabric(tasks)
+        self.nodes: dict[str, SimNode] = {}
+        self.workers: list[Worker] = []
+        self._starts = 0
+
+    def _identity(self, host: str) -> Identity:
+        self._starts += 1
+        return Identity(host_id=host, start_id=f"start-{self._starts}", pid=self._starts)
+
+    def add_node(
+        self,
+        member_id: str,
+        *,
+        blocks: int = 64,
+        layout: BlockLayout = LAYOUT,
+        host: str = "host-0",
+        setting: Setting = "auto",
+        landing_bytes: int = 1 << 20,
+        **limits: float,
+    ) -> SimNode:
+        """Start a node with room for `blocks` blocks, or start it anew."""
+        identity = self._identity(host)
+        slab = Slab(blocks * layout.block_size)
+        endpoints = self.fabric.endpoints(
+            identity, [slab.region], setting=setting, landing_bytes=landing_bytes
+        )
+        index = Index(slab.size, Limits(epoch=identity.start_id, **limits))
+        node = Node(index, slab, endpoints, InlineExecutor(), LoopClock())
+        hello = Hello("store", member_id, host, identity.start_id, identity.pid, {})
+        server = Server(hello, node.handlers(), on_leave=node.on_leave)
+        scope = anyio.CancelScope()
+        sim = SimNode(member_id, node, index, slab, server, identity, scope)
+
+        async def run() -> None:
+            with scope:
+                await node.run()
+
+        self.tasks.start_soon(run)
+        self.nodes[member_id] = sim
+        self.share_view()
+        return sim
+
+    def add_worker(
+        self,
+        name: str = "prefill-0",
+        *,
+        slots: int = 256,
+        layout: BlockLayout = LAYOUT,
+        groups: range | None = None,
+        host: str = "host-0",
+        setting: Setting = "auto",
+        landing_bytes: int = 1 << 20,
+    ) -> Worker:
+        """Start a worker with `slots` slots."""
+        identity = self._identity(host)
+        memory = SlotArray(layout, slots)
+        endpoints = self.fabric.endpoints(
+            identity, [region_of(memory.array)], setting=setting, landing_bytes=landing_bytes
+        )
+        counts: Counter[str] = Counter()
+        groups = range(layout.head_groups) if groups is None else groups
+        transfers = Transfers(memory, layout, groups, endpoints, InlineExecutor(), counts)
+        hello = Hello("prefill", name, host, identity.start_id, identity.pid, {})
+        wires: list[Wire] = []
+        dialer = SimDialer(self, hello, wires)
+        store = StoreClient(hello, self.tasks, dialer=dialer, transfers=transfers)
+        worker = Worker(store, memory, hello, wires)
+        self.workers.append(worker)
+        self.share_view()
+        return worker
+
+    def share_view(self, members: Sequence[str] | None = None) -> None:
+        """Tell every worker which nodes there are."""
+        nodes = [
+            StoreNode(node.member_id, node.member_id, node.slab.size, node.identity.host_id)
+            for node in self.nodes.values()
+            if members is None or node.member_id in members
+        ]
+        for worker in self.workers:
+            worker.store.set_nodes(nodes)
+
+    def kill_node(self, member_id: str) -> None:
+        """Kill -9."""
+        node = self.nodes[member_id]
+        node.alive = False
+        node.scope.cancel()
+        self.fabric.kill(node.identity.start_id)
+        for wire in node.wires:
+            wire.cut()
+
+    def kill_worker(self, worker: Worker) -> None:
+        """Kill -9; the worker's own tasks are the test's to cancel."""
+        self.fabric.kill(worker.hello.start_id)
+        for wire in worker.wires:
+            wire.cut()
+
+    def hang_node(self, member_id: str, hung: bool) -> None:
+        """SIGSTOP, SIGCONT."""
+        node = self.nodes[member_id]
+        for wire in node.wires:
+            wire.hang(hung)
+        if hung:
+            self.fabric.hang(node.identity.start_id)
+        else:
+            self.fabric.resume(node.identity.start_id)
+
+    def check(self) -> None:
+        """Assert every living node's conservation law."""
+        for node in self.nodes.values():
+            if node.alive:
+                node.index.ledger.check()
+
+
+@asynccontextmanager
+async def cluster() -> AsyncIterator[Cluster]:
+    """Run a cluster; leaving checks every node's law once more."""
+    async with anyio.create_task_group() as tasks:
+        sim = Cluster(tasks)
+        yield sim
+        sim.check()
+        tasks.cancel_scope.cancel()
+
+
+async def push(worker: Worker, chain: Chain, indices: Sequence[int], **terms: object) -> m.Ranges:
+    """Fill slots with the blocks' content and push them; return what was stored."""
+    slots = list(range(len(indices)))
+    for slot, index in zip(slots, indices, strict=True):
+        worker.memory.fill(slot, chain.keys[index])
+    hold_owner = terms.get("hold_owner")
+    assert hold_owner is None or isinstance(hold_owner, str)
+    result = await worker.store.push(
+        chain,
+        indices,
+        slots,
+        hold_owner=hold_owner,
+        tenant=str(terms.get("tenant", "")),
+        deadline_s=5.0,
+    )
+    assert result.stored.isdisjoint(result.refused)
+    assert result.stored | set(result.refused) == set(indices)
+    return tuple(ranges_of(sorted(result.stored)))
+
+
+async def pull(worker: Worker, chain: Chain, indices: Sequence[int]) -> set[int]:
+    """Pull blocks into fresh slots; assert that whatever is said to be there is right."""
+    slots = list(range(100, 100 + len(indices)))
+    worker.memory.array[slots] = 0xEE
+    there = await worker.store.pull(chain, indices, slots, deadline_s=5.0)
+    for slot, index in zip(slots, indices, strict=True):
+        if index in there:
+            assert worker.memory.is_right(slot, chain.keys[index]), f"wrong bytes for block {index}"
+    return there

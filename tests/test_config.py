@@ -1,0 +1,83 @@
+"""The configuration tree: defaults, file, overrides, and what is refused with the reason."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from kvass.common import config
+from kvass.common.errors import Invalid
+
+
+def test_defaults_are_valid_and_fixed() -> None:
+    defaults = config.load()
+    assert defaults == config.Config()
+    assert defaults.cluster.kv_dtype == "fp8"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        defaults.host = "0.0.0.0"  # type: ignore[misc]
+
+
+def test_overrides_win_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "kvass.toml"
+    file.write_text('[cluster]\nkv_dtype = "int8"\nblock_tokens = 32\n[store]\nhold_s = 5\n')
+    loaded = config.load(file, ["cluster.block_tokens=8", 'cluster.name="a.b=c"', "store.hold_s=7"])
+    assert (loaded.cluster.kv_dtype, loaded.cluster.block_tokens) == ("int8", 8)
+    assert (loaded.cluster.name, loaded.store.hold_s) == ("a.b=c", 7.0)
+
+
+@pytest.mark.parametrize(
+    ("override", "read"),
+    [
+        ("cluster.kv_dtype=bf16", "bf16"),  # a bare word is a string
+        ('cluster.kv_dtype="bf16"', "bf16"),
+        (" cluster.kv_dtype = bf16", None),
+    ],
+)
+def test_bare_words(override: str, read: str | None) -> None:
+    if read is None:
+        with pytest.raises(Invalid):
+            config.load(None, [override])
+    else:
+        assert config.load(None, [override]).cluster.kv_dtype == read
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("nothing", "expected section.name=value"),
+        ("cluster.unknown=1", "cluster.unknown"),
+        ("unknown.a=1", "unknown"),
+        ("cluster=1", "cluster"),
+        ("host.a=1", "host"),
+        ("cluster.kv_dtype=fp4", "cluster.kv_dtype.*'fp8'"),
+        ("cluster.block_tokens=0", "block_tokens is 0; expected 1 to 256"),
+        ("cluster.block_tokens=many", "cluster.block_tokens"),
+        ("decode.chunk_tokens=8", r"decode.chunk_tokens is 8, less than .*\(16\)"),
+        ("prefill.pool_share=1.5", "prefill.pool_share is 1.5"),
+        ("prefill.batch_requests=0", "prefill: batch_requests"),
+        ("store.hold_share=1", "store.hold_share is 1"),
+        ("store.quarantine_share=0", "store.quarantine_share is 0"),
+    ],
+)
+def test_what_is_wrong_is_named(override: str, reason: str) -> None:
+    with pytest.raises(Invalid, match=reason):
+        config.load(None, [override])
+
+
+@pytest.mark.parametrize("text", ["[cluster", "[cluster]\nnmae = 1\n", "\x00"])
+def test_a_bad_file_is_named(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "kvass.toml"
+    file.write_text(text)
+    with pytest.raises(Invalid, match=r"kvass\.toml|nmae"):
+        config.load(file)
+    with pytest.raises(Invalid, match="absent"):
+        config.load(tmp_path / "absent.toml")
+
+
+def test_the_first_difference_is_named_in_order() -> None:
+    assert config.difference({"a": 1, "b": 2}, {"b": 2, "a": 1}) is None
+    assert config.difference({"b": 1, "c": 1}, {"b": 2, "c": 2}) == "b"
+    assert config.difference({"a": 1}, {}) == "a"
+    assert config.difference({}, {"z": None, "y": 1}) == "y"

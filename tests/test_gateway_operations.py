@@ -1,0 +1,171 @@
+"""The gateway under leaving, slow and too many clients; probes, metrics, draining."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+
+import anyio
+import httpx
+import pytest
+
+from gateway_stage import ANSWER, MODEL, Stage, a_gateway, until
+from kvass.common.config import GatewayConfig
+
+pytestmark = pytest.mark.anyio
+TOKENS = len(ANSWER.encode())
+ASK = {"model": MODEL, "prompt": "x" * 30, "max_tokens": 100}
+
+
+@pytest.fixture
+async def stage() -> AsyncIterator[Stage]:
+    async with a_gateway(prefills=1) as made:
+        yield made
+
+
+async def post(stage: Stage, path: str, body: object) -> httpx.Response:
+    async with httpx.AsyncClient(base_url=stage.url) as client:
+        return await client.post(path, json=body)
+
+
+async def test_no_decode_worker_is_503_and_unhealthy() -> None:
+    async with a_gateway(decodes=0) as stage, httpx.AsyncClient(base_url=stage.url) as client:
+        response = await client.post("/v1/completions", json=ASK)
+        assert response.status_code == 503 and "retry-after" in response.headers
+        health = await client.get("/health")
+        assert health.status_code == 503 and "decode" in health.json()["reason"]
+
+
+async def test_the_deadline_is_504() -> None:
+    config = GatewayConfig(request_timeout_s=0.2)
+    async with a_gateway(config=config) as stage:
+        stage.decode.before_answer = anyio.sleep_forever
+        response = await post(stage, "/v1/completions", ASK)
+        assert response.status_code == 504
+        assert response.json()["error"]["type"] == "timeout_error"
+
+
+async def test_too_many_at_once_is_429_and_those_inside_go_on() -> None:
+    async with a_gateway(choices_max=2) as stage:
+        gate = anyio.Event()
+        stage.decode.before_answer = gate.wait
+        answers: list[httpx.Response] = []
+
+        async def ask() -> None:
+            answers.append(await post(stage, "/v1/completions", ASK | {"n": 2}))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await until(lambda: len(stage.decode.requests) == 1)
+            refused = await post(stage, "/v1/completions", ASK)
+            assert refused.status_code == 429
+            assert int(refused.headers["retry-after"]) >= 1
+            gate.set()
+        assert answers[0].status_code == 200
+        assert stage.fleet.admission.choices == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("boundary", ["in prefill", "before the first token", "in mid-stream"])
+async def test_a_client_that_leaves(stage: Stage, boundary: str, stream: bool) -> None:
+    async def stop(position: int) -> None:
+        if position == (0 if boundary == "before the first token" else 4):
+            await anyio.sleep_forever()
+
+    worker = stage.prefill if boundary == "in prefill" else stage.decode
+    worker.before_token = stop
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(post, stage, "/v1/completions", ASK | {"stream": stream})
+        if boundary == "in prefill":
+            await until(lambda: bool(stage.prefill.requests and stage.decode.requests))
+        else:
+            await until(lambda: bool(stage.prefill.finished))
+        tasks.cancel_scope.cancel()
+    await until(lambda: len(stage.decode.cancelled) == 1)
+    await until(lambda: stage.fleet.admission.choices == 0)
+    if boundary == "in prefill":
+        await until(lambda: len(stage.prefill.cancelled) == 1)
+    await until(lambda: len(stage.store.released) == 1)
+    assert stage.fleet._calls == []
+
+
+async def test_a_client_that_reads_slowly_holds_nobody(stage: Stage) -> None:
+    stage.decode.answer = "y" * 200
+    body = ASK | {"max_tokens": 200, "stream": True}
+    async with (
+        httpx.AsyncClient(base_url=stage.url) as client,
+        client.stream("POST", "/v1/completions", json=body) as response,
+    ):
+        await until(lambda: len(stage.decode.finished) == 1)
+        text = (await response.aread()).decode()
+    parts = [json.loads(part[6:]) for part in text.split("\n\n")[:-2]]
+    assert "".join(part["choices"][0]["text"] for part in parts) == "y" * 200
+
+
+async def test_health_cluster_and_metrics(stage: Stage) -> None:
+    stage.store.stored = {1, 2}
+    await post(stage, "/v1/completions", ASK)
+    await post(stage, "/v1/completions", ASK | {"temperature": 5})
+    async with httpx.AsyncClient(base_url=stage.url) as client:
+        health = await client.get("/health")
+        assert health.status_code == 200
+        assert health.json()["status"] == "ok" and "store" in health.json()["degraded"][0]
+        cluster = (await client.get("/v1/cluster")).json()
+        text = (await client.get("/metrics")).text
+    assert [member["role"] for member in cluster["members"]] == ["prefill", "decode"]
+    member = cluster["members"][1]
+    assert member["id"] == "decode-0" and member["pid"] == 1 and member["state"] == "ready"
+    assert member["address"] == stage.decode.address
+    assert cluster["store"] == [{"id": f"store-{i}", "blocks": 2} for i in range(2)]
+    assert cluster["model"] == MODEL
+    assert 'kvass_requests_total{outcome="ok"} 1.0' in text
+    assert 'kvass_requests_total{outcome="invalid"} 1.0' in text
+    assert "kvass_time_to_first_token_seconds_count 1.0" in text
+    assert f"kvass_inter_token_latency_seconds_count {TOKENS - 1}.0" in text
+    assert "kvass_e2e_request_latency_seconds_count 1.0" in text
+    assert "kvass_request_prompt_tokens_total 30.0" in text
+
+
+async def test_draining_lets_answers_end() -> None:
+    async with a_gateway() as stage:
+        gate = anyio.Event()
+        stage.decode.before_answer = gate.wait
+        answers: list[httpx.Response] = []
+
+        async def ask() -> None:
+            answers.append(await post(stage, "/v1/completions", ASK))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await until(lambda: len(stage.decode.requests) == 1)
+            assert stage.server is not None
+            stage.server.should_exit = True
+            with anyio.fail_after(5):
+                while await _accepts(stage.url):  # noqa: ASYNC110 - a socket has no event
+                    await anyio.sleep(0.02)
+            gate.set()
+        assert answers[0].json()["choices"][0]["text"] == ANSWER
+
+
+async def _accepts(url: str) -> bool:
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    try:
+        stream = await anyio.connect_tcp(host, int(port))
+    except OSError:
+        return False
+    await stream.aclose()
+    return True
+
+
+def test_the_gateway_loads_neither_torch_nor_a_transport() -> None:
+    code = (
+        "import sys, kvass.gateway.app\n"
+        "print([m for m in sys.modules if m.split('.')[0] in "
+        "('torch', 'nixl', 'nixl_cu12', 'transformers')])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ran.stdout.strip() == "[]"

@@ -1,0 +1,83 @@
+"""What is installed is what is in the tree, and roles load only what they need."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+MAPPED: dict[str, str] = PROJECT["tool"]["setuptools"]["package-dir"]
+HEAVY = {"torch", "transformers", "nixl_cu12", "gguf"}
+
+
+def test_the_list_of_packages_is_the_tree() -> None:
+    found = set()
+    for package, folder in MAPPED.items():
+        for init in (ROOT / folder).rglob("__init__.py"):
+            parts = init.parent.relative_to(ROOT / folder).parts
+            found.add(".".join((package, *parts)))
+    assert found == set(PROJECT["tool"]["setuptools"]["packages"])
+
+
+def test_every_python_folder_is_a_package() -> None:
+    for folder in MAPPED.values():
+        for source in (ROOT / folder).rglob("*.py"):
+            assert (source.parent / "__init__.py").exists(), source
+
+
+def test_init_files_hold_one_docstring() -> None:
+    for folder in MAPPED.values():
+        for init in (ROOT / folder).rglob("__init__.py"):
+            text = init.read_text().strip()
+            assert text.startswith('"""') and text.endswith('"""') and text.count('"""') == 2, init
+
+
+def test_links_for_the_static_tools_lead_to_the_roots() -> None:
+    links = ROOT / "infra" / "namespace" / "kvass"
+    for package, folder in MAPPED.items():
+        link = links / package.removeprefix("kvass.")
+        assert link.is_symlink() and not link.readlink().is_absolute()
+        assert link.resolve() == (ROOT / folder).resolve()
+        assert (ROOT / folder / "py.typed").exists()
+
+
+def test_constraints_pin_every_dependency() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {line.partition("==")[0].lower().replace("_", "-") for line in lines if "==" in line}
+    wanted = PROJECT["project"]["dependencies"] + PROJECT["project"]["optional-dependencies"]["dev"]
+    for requirement in wanted:
+        plain = requirement.split(";")[0].split("[")[0]
+        package = plain.split(">")[0].split("=")[0].split("<")[0].strip().lower()
+        assert package.replace("_", "-") in pinned, requirement
+    assert "torch==2.13.0" in lines
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "kvass.launch.cli",
+        "kvass.gateway.app",
+        "kvass.common.member",
+        "kvass.common.model.identity",
+        "kvass.common.model.tokenizer",
+    ],
+)
+def test_no_torch_where_none_is_needed(module: str) -> None:
+    code = f"import sys, {module}; print(*sorted(set(sys.modules) & {HEAVY!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split() == []
+
+
+def test_a_store_node_loads_no_torch() -> None:
+    code = "import sys, kvass.kvstore.service; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,426 @@
+"""The store's index against a dumb model: any operation, abort, expiry and crash, in any order.
+
+The model keeps what a slab would hold: a token for each slot's content, written when a transfer starts
+and when it ends. So a slot that is reused too early, by whatever path, shows as a wrong token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+)
+
+from kvass.common.block import BlockHeader
+from kvass.common.errors import Invalid
+from kvass.kvstore.index import Index, Limits
+from kvass.kvstore.leases import Lease
+from kvass.kvstore.puts import Move, PutOrder
+
+SPACE = b"n" * 32
+GROUPS = 2
+SIZES = {0: 128, 1: 128, 2: 320, 3: 128}  # by chain: two models share the slab
+SLAB = 12 * 128
+CLAIM_S, HOLD_S, PUT_S = 2.0, 30.0, 5.0
+SESSIONS = ("s0", "s1", "s2")
+
+
+def key_of(chain: int, index: int) -> bytes:
+    """Chains 0 and 1 share their first two blocks."""
+    chain = 0 if chain == 1 and index < 2 else chain
+    return bytes([chain, index]).ljust(32, b"k")
+
+
+def header_of(chain: int, index: int, writer: str = "w") -> BlockHeader:
+    return BlockHeader(
+        key=key_of(chain, index),
+        parent=key_of(chain, index - 1) if index else SPACE,
+        segment_key=key_of(chain, 0),
+        index=index,
+        namespace=SPACE,
+        tenant=f"t{chain}",
+        writer=writer,
+        token_count=4,
+        length=SIZES[chain],
+        checksums=(),
+    )
+
+
+def order_of(
+    chain: int,
+    indices: range,
+    *,
+    put_id: str = "p",
+    session: str = "s0",
+    groups: range = range(GROUPS),
+    now_s: float = 0.0,
+    hold: str = "",
+) -> PutOrder:
+    return PutOrder(
+        put_id=put_id,
+        session=session,
+        headers=[header_of(chain, index, session) for index in indices],
+        head_groups=GROUPS,
+        groups=groups,
+        ends_s=now_s + PUT_S,
+        hold_owner=hold,
+        hold_ends_s=now_s + HOLD_S,
+    )
+
+
+def store(index: Index, chain: int, indices: range, *, now_s: float = 0.0, hold: str = "") -> None:
+    """Put whole blocks; every one must be granted."""
+    order = order_of(chain, indices, now_s=now_s, hold=hold)
+    assert set(index.put_begin(order, now_s)) == {"granted"}
+    for header in order.headers:
+        move = index.begin_move("p", "s0", header.key, now_s)
+        assert move is not None
+        assert index.end_move(move, (1, 2), now_s)
+
+
+def new_index(**limits: float) -> Index:
+    return Index(SLAB, Limits(epoch="e1", claim_s=CLAIM_S, hold_s=HOLD_S, **limits))
+
+
+@dataclass(eq=False)
+class Moving:
+    """A transfer in flight, and the tokens that it owns until it ends."""
+
+    move: Move
+    places: list[int]
+
+
+ranges = st.builds(lambda a, n: range(a, min(a + n, 6)), st.integers(0, 5), st.integers(1, 4))
+chains = st.sampled_from([0, 1, 2])
+sessions = st.sampled_from(SESSIONS)
+groups = st.sampled_from([range(0, 2), range(0, 1), range(1, 2)])
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """See the module."""
+
+    moves = Bundle("moves")
+    leases = Bundle("leases")
+    puts = Bundle("puts")
+
+    @initialize()
+    def start(self) -> None:
+        self.now_s = 0.0
+        self.index = new_index()
+        self.memory: dict[int, object] = {}  # by byte offset of a head group: whose bytes
+        self.expected: dict[int, object] = {}  # what transfers in flight own
+        self.claims: dict[bytes, tuple[str, float]] = {}
+        self.held: dict[str, Lease] = {}
+        self.holds: dict[str, tuple[float, set[bytes]]] = {}
+        self.dropped: set[bytes] = set()
+        self.before: dict[bytes, bytes] = {}
+        self.count = 0
+
+    # --- what happens ---
+
+    @rule(step_s=st.sampled_from([0.1, 1.0, 3.0, 40.0]))
+    def time_passes(self, step_s: float) -> None:
+        self.now_s += step_s
+        self.index.expire(self.now_s)
+
+    @rule(chain=chains, indices=ranges, owner=st.sampled_from(["a", "b"]))
+    def claim(self, chain: int, indices: range, owner: str) -> None:
+        keys = [key_of(chain, i) for i in indices]
+        verdicts = self.index.claim(owner, keys, self.now_s)
+        for key, verdict in zip(keys, verdicts, strict=True):
+            known_owner, ends_s = self.claims.get(key, ("", -1.0))
+            others = ends_s > self.now_s and known_owner != owner
+            assert not (others and verdict == "granted"), "a live claim was given to another"
+            if verdict == "granted":
+                self.claims[key] = (owner, self.now_s + CLAIM_S)
+            elif verdict == "visible":
+                assert self.index.ledger.visible(key) is not None
+            elif not others:
+                assert key in self.index.ledger.entries, "nobody's block was refused"
+
+    @rule(owner=st.sampled_from(["a", "b"]))
+    def release_claims(self, owner: str) -> None:
+        self.index.release_claims(owner, self.now_s)
+        self.claims = {k: v for k, v in self.claims.items() if v[0] != owner}
+
+    @rule(
+        target=puts,
+        chain=chains,
+        indices=ranges,
+        session=sessions,
+        groups=groups,
+        hold=st.sampled_from(["", "", "j0", "j1"]),
+    )
+    def put_begin(
+        self, chain: int, indices: range, session: str, groups: range, hold: str
+    ) -> object:
+        return multiple(*self._put_begin(chain, indices, session, groups, hold))
+
+    def _put_begin(
+        self, chain: int, indices: range, session: str, groups: range, hold: str
+    ) -> list[tuple[str, str, bytes]]:
+        self.count += 1
+        order = order_of(
+            chain,
+            indices,
+            put_id=f"p{self.count}",
+            session=session,
+            groups=groups,
+            now_s=self.now_s,
+            hold=hold,
+        )
+        verdicts = self.index.put_begin(order, self.now_s)
+        granted = [h.key for h, v in zip(order.headers, verdicts, strict=True) if v == "granted"]
+        if hold and granted:
+            ends_s, keys = self.holds.get(hold, (0.0, set()))
+            live = keys if ends_s > self.now_s else set()
+            self.holds[hold] = (self.now_s + HOLD_S, live | set(granted))
+        again = self.index.put_begin(order, self.now_s)
+        assert again == verdicts, "put_begin must be idempotent"
+        return [(order.put_id, session, key) for key in granted]
+
+    @rule(target=moves, put=consumes(puts))
+    def begin_move(self, put: tuple[str, str, bytes]) -> object:
+        return self._begin_move(put) or multiple()
+
+    def _begin_move(self, put: tuple[str, str, bytes]) -> Moving | None:
+        move = self.index.begin_move(*put, self.now_s)
+        if move is None:
+            return None
+        size = move.entry.group_size
+        places = [move.entry.slot.offset + g * size for g in move.groups]
+        moving = Moving(move, places)
+        for place in places:
+            self.memory[place] = moving  # the first byte has landed
+            self.expected[place] = moving
+        return moving
+
+    @rule(moving=consumes(moves), good=st.booleans())
+    def end_move(self, moving: Moving, good: bool) -> None:
+        for place in moving.places:
+            assert self.expected.pop(place) is moving
+            assert self.memory[place] is moving, "a slot was reused while bytes moved into it"
+            self.memory[place] = moving.move.entry.header.key  # the last byte lands only now
+        self.index.end_move(moving.move, (1,) * len(moving.places) if good else None, self.now_s)
+
+    @rule(chain=chains, indices=ranges, session=sessions, hold=st.sampled_from(["", "", "j0"]))
+    def put_whole(self, chain: int, indices: range, session: str, hold: str) -> None:
+        """The ordinary case, so that what lies behind it is reached."""
+        granted = self._put_begin(chain, indices, session, range(GROUPS), hold)
+        for put in granted:
+            moving = self._begin_move(put)
+            assert moving is not None
+            self.end_move(moving, good=True)
+
+    @rule(put=puts)
+    def abort(self, put: tuple[str, str, bytes]) -> None:
+        self.index.put_abort(put[0], put[1], self.now_s)
+
+    @rule(session=sessions)
+    def crash(self, session: str) -> None:
+        self.index.leave(session, self.now_s)
+
+    @rule(chain=chains, indices=ranges)
+    def lookup(self, chain: int, indices: range) -> None:
+        keys = [key_of(chain, i) for i in indices]
+        found = self.index.lookup(keys, self.now_s)
+        assert found == [self.index.ledger.visible(key) is not None for key in keys]
+
+    @rule(target=leases, chain=chains, indices=ranges)
+    def get_begin(self, chain: int, indices: range) -> object:
+        keys = [key_of(chain, i) for i in indices]
+        lease = self.index.get_begin(keys, SIZES[chain], GROUPS, self.now_s)
+        if lease is None:
+            return multiple()
+        self.held[lease.lease_id] = lease
+        return lease
+
+    @rule(lease=leases)
+    def get_renew(self, lease: Lease) -> None:
+        held = self.index.get_renew(lease.lease_id, self.now_s)
+        assert held == (lease.lease_id in self.held and lease.ends_s > self.now_s)
+
+    @rule(lease=consumes(leases))
+    def get_end(self, lease: Lease) -> None:
+        alive = lease.lease_id in self.held and lease.ends_s > self.now_s
+        assert self.index.get_end(lease.lease_id, self.now_s) == alive
+        self.held.pop(lease.lease_id, None)
+
+    @rule(chain=chains, indices=ranges, owner=st.sampled_from(["o0", "o1"]))
+    def pin(self, chain: int, indices: range, owner: str) -> None:
+        keys = [key_of(chain, i) for i in indices]
+        self.index.pin(owner, keys, self.now_s + 10, self.now_s)
+
+    @rule(owner=st.sampled_from(["o0", "o1"]))
+    def unpin(self, owner: str) -> None:
+        self.index.unpin(owner, self.now_s)
+
+    @rule(owner=st.sampled_from(["j0", "j1"]))
+    def release_hold(self, owner: str) -> None:
+        self.index.release_hold(owner, self.now_s)
+        self.holds.pop(owner, None)
+
+    @rule(chain=chains, by_writer=st.booleans())
+    def drop(self, chain: int, by_writer: bool) -> None:
+        def matches(header: BlockHeader) -> bool:
+            if by_writer:
+                return header.writer == SESSIONS[chain]
+            return header.tenant == f"t{chain}"
+
+        self.dropped |= {k for k, e in self.index.ledger.entries.items() if matches(e.header)}
+        self.index.drop(matches, self.now_s)
+        assert not any(matches(e.header) for e in self.index.ledger.entries.values())
+        for _, keys in self.holds.values():
+            keys -= self.dropped
+
+    # --- what must hold ---
+
+    @invariant()
+    def every_slot_has_one_state(self) -> None:
+        self.index.ledger.check()
+        counts = self.index.counts()
+        states = ("free", "writing", "visible", "retired", "quarantined")
+        assert sum(counts[f"{s}_bytes"] for s in states) == counts["total_bytes"]
+
+    @invariant()
+    def bytes_are_whose_they_should_be(self) -> None:
+        readable = [e for e in self.index.ledger.entries.values() if e.state == "visible"]
+        self.held = {k: v for k, v in self.held.items() if v.ends_s > self.now_s}
+        for entry in [*readable, *(e for v in self.held.values() for e in v.entries)]:
+            for group in range(GROUPS):
+                place = entry.slot.offset + group * entry.group_size
+                assert self.memory[place] == entry.header.key, "other bytes under a block's name"
+
+    @invariant()
+    def nothing_protected_is_evicted_and_no_parent_before_its_children(self) -> None:
+        now = {
+            key: entry.header.parent
+            for key, entry in self.index.ledger.entries.items()
+            if entry.state == "visible"
+        }
+        evicted = self.before.keys() - now.keys() - self.dropped
+        parents = set(now.values())
+        assert not evicted & parents, "a parent went before its child"
+        for ends_s, keys in self.holds.values():
+            assert ends_s <= self.now_s or not evicted & keys, "a held block was evicted"
+        leased = {e.header.key for v in self.held.values() for e in v.entries}
+        assert not evicted & leased, "a leased block was evicted"
+        self.before = now
+        self.dropped = set()
+
+    @invariant()
+    def protection_is_bounded(self) -> None:
+        assert self.index.guards.size_bytes <= SLAB // 2
+        protected = {k for k in self.index.ledger.entries if k in self.index.guards}
+        sizes = [self.index.ledger.entries[k].header.length for k in protected]
+        assert sum(sizes) == self.index.guards.size_bytes, "protection outlived its block"
+
+    def teardown(self) -> None:
+        """At rest nothing is left over: every slot is visible or free."""
+        for moving in {id(m): m for m in self.expected.values()}.values():
+            assert isinstance(moving, Moving)
+            self.index.end_move(moving.move, None, self.now_s)
+        self.index.expire(self.now_s + 1e6)
+        counts = self.index.counts()
+        for name in ("writing_bytes", "retired_bytes", "quarantined_bytes", "guarded_bytes"):
+            assert counts[name] == 0, name
+        for name in ("leases", "claims", "puts"):
+            assert counts[name] == 0, name
+        self.index.drop(lambda header: True, self.now_s + 1e6)
+        assert self.index.ledger.extents.free_bytes == SLAB
+        self.index.ledger.check()
+
+
+TestIndex = IndexMachine.TestCase
+TestIndex.settings = settings(max_examples=200, stateful_step_count=50)
+
+
+# --- single promises, by name ---
+
+
+def test_a_probe_never_pins() -> None:
+    index = new_index()
+    store(index, 0, range(6))
+    store(index, 1, range(2, 6))
+    for _ in range(5):
+        index.lookup([key_of(0, i) for i in range(6)], 1.0)
+    order = order_of(3, range(6), now_s=2.0)
+    assert set(index.put_begin(order, 2.0)) == {"granted"}
+
+
+def test_the_least_used_chain_goes_first_from_its_end() -> None:
+    index = new_index()
+    store(index, 0, range(6))
+    store(index, 1, range(2, 6))
+    index.lookup([key_of(0, i) for i in range(6)], 1.0)
+    index.put_begin(order_of(3, range(4), now_s=2.0), 2.0)
+    found = index.lookup([key_of(1, i) for i in range(6)], 2.0)
+    assert found == [True] * 4 + [False] * 2
+
+
+def test_full_of_held_blocks_is_an_answer() -> None:
+    index = new_index()
+    store(index, 0, range(6), hold="job")
+    order = order_of(1, range(2, 6), put_id="q", hold="job-2")
+    assert index.put_begin(order, 0.0) == ["full"] * 4
+    index.release_hold("job", 1.0)
+    assert index.put_begin(order, 1.0) == ["granted"] * 4
+
+
+def test_a_lease_from_before_a_restart_is_not_held() -> None:
+    index = new_index()
+    store(index, 0, range(1))
+    lease = index.get_begin([key_of(0, 0)], 128, GROUPS, 0.0)
+    assert lease is not None
+    restarted = Index(SLAB, Limits(epoch="e2"))
+    store(restarted, 0, range(1))
+    assert restarted.get_begin([key_of(0, 0)], 128, GROUPS, 0.0) is not None
+    assert not restarted.get_end(lease.lease_id, 0.1)
+    assert index.get_end(lease.lease_id, 0.1)
+
+
+def test_of_two_writers_the_first_commit_wins() -> None:
+    index = new_index()
+    assert index.put_begin(order_of(0, range(1), put_id="p"), 0.0) == ["granted"]
+    assert index.put_begin(order_of(0, range(1), put_id="q", session="s1"), 0.0) == ["busy"]
+    move = index.begin_move("p", "s0", key_of(0, 0), 0.0)
+    assert move is not None and index.end_move(move, (1, 2), 0.0)
+    assert index.put_begin(order_of(0, range(1), put_id="q", session="s1"), 0.0) == ["visible"]
+
+
+def test_a_block_is_visible_when_every_head_group_is_in() -> None:
+    index = new_index()
+    for group, put_id in ((1, "p"), (0, "q")):
+        order = order_of(0, range(1), put_id=put_id, groups=range(group, group + 1))
+        assert index.put_begin(order, 0.0) == ["granted"]
+        assert index.lookup([key_of(0, 0)], 0.0) == [False]
+        move = index.begin_move(put_id, "s0", key_of(0, 0), 0.0)
+        assert move is not None and index.end_move(move, (10 + group,), 0.0)
+    entry = index.ledger.visible(key_of(0, 0))
+    assert entry is not None and entry.header.checksums == (10, 11)
+
+
+def test_half_a_block_is_given_up_at_its_deadline() -> None:
+    index = new_index()
+    index.put_begin(order_of(0, range(1), groups=range(1)), 0.0)
+    move = index.begin_move("p", "s0", key_of(0, 0), 0.0)
+    assert move is not None and index.end_move(move, (1,), 0.0)
+    index.leave("s0", 1.0)  # what is in stays: another writer may bring the rest
+    assert index.counts()["writing_blocks"] == 1
+    index.expire(PUT_S)
+    assert index.counts()["free_bytes"] == SLAB
+
+
+def test_a_size_that_can_never_fit_is_refused() -> None:
+    with pytest.raises(Invalid, match="does not fit into a slab"):
+        Index(256, Limits(epoch="e")).put_begin(order_of(2, range(1)), 0.0)
