@@ -109,6 +109,7 @@ class DecodeLoop:
         self._costs = costs
         self._tickets: dict[Sequence, Ticket] = {}
         self._wake = anyio.Event()
+        offerer.on_release = self.wake
         self.totals = Totals()
 
     def submit(self, ticket: Ticket) -> None:
@@ -126,6 +127,10 @@ class DecodeLoop:
             ticket.fetch_scope.cancel()
         elif not ticket.sequence.in_step:
             self._retire(ticket)
+
+    def wake(self) -> None:
+        """Look again whether something can be admitted or computed."""
+        self._wake.set()
 
     def prefill_over(self, request_id: str) -> None:
         """No more blocks will come for the request of this id."""

@@ -7,7 +7,7 @@ counted.
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import anyio
@@ -15,8 +15,6 @@ import anyio
 from kvass.common.keys import Chain
 from kvass.common.pool.pool import BlockPool
 from kvass.kvstore.client import StoreClient
-
-_log = logging.getLogger(__name__)
 
 OFFERS_QUEUED = 64  # 8 blocks each: at most 512 retained slots
 PUSH_S = 5.0
@@ -33,12 +31,17 @@ class Offer:
 
 
 class Offerer:
-    """A bounded queue of offers and the task that pushes them. Mutable fields: `dropped_count`."""
+    """A bounded queue of offers and the task that pushes them.
+
+    `on_release` tells that slots came back: somebody may wait for them. Mutable fields:
+    `on_release` (set once, by the loop), `dropped_count`.
+    """
 
     def __init__(self, store: StoreClient, pool: BlockPool) -> None:
         self._store = store
         self._pool = pool
         self._send, self._receive = anyio.create_memory_object_stream[Offer](OFFERS_QUEUED)
+        self.on_release: Callable[[], None] = lambda: None
         self.dropped_count = 0
 
     def offer(self, chain: Chain, indices: list[int], slots: list[int], tenant: str) -> None:
@@ -53,7 +56,7 @@ class Offerer:
 
     async def run(self) -> None:
         """Push offers, one after the other, for ever."""
-        with self._send:
+        with self._send, self._receive:
             async for offer in self._receive:
                 try:
                     await self._store.push(
@@ -66,3 +69,4 @@ class Offerer:
                     )
                 finally:
                     self._pool.release(offer.slots)
+                    self.on_release()

@@ -124,12 +124,17 @@ class TextStream:
         piece = self._token_bytes(token)
         if not piece:
             return ""
-        if self._at_start and piece[:1] == b" " and not self._tokenizer.decode([token])[:1] == " ":
+        if self._at_start and self._loses_space(token, piece):
             piece = piece[1:]
         if self._resumes_character and not 0x80 <= piece[0] < 0xC0:
             self._bytes.reset()  # the prompt's half stays one: nothing of it is in this answer
         self._at_start = self._resumes_character = False
         return self._bytes.decode(piece)
+
+    def _loses_space(self, token: int, piece: bytes) -> bool:
+        """Whether the tokenizer drops this piece's leading space where it begins a text."""
+        rest = piece[1:].decode(errors="replace")
+        return piece[:1] == b" " and self._tokenizer.decode([token]) == rest
 
     def _token_bytes(self, token: int) -> bytes:
         """Special tokens have no text; nor have ids that only pad the model's vocabulary."""

@@ -23,7 +23,7 @@ from kvass.common.metrics import BlockMetrics, PoolMetrics
 from kvass.common.model.engine import Engine, open_engine
 from kvass.common.model.tokenizer import Tokenizer
 from kvass.common.pool.table import BlockTable
-from kvass.common.wire import Done, Forget, Generate, Message, PrefillOver
+from kvass.common.wire import Delta, Done, Forget, Generate, Message, PrefillOver
 from kvass.common.worker import pool_load, watch_pool
 from kvass.decode.fetch import Fetcher
 from kvass.decode.loop import DecodeLoop, Ticket
@@ -63,6 +63,17 @@ class Service:
         request = call.request
         assert isinstance(request, Generate)
         ticket = self._ticket(request)
+        replayed = ticket.text.replayed
+        if replayed.text or replayed.finish_reason:
+            await call.send(
+                Delta(
+                    text=replayed.text,
+                    finish_reason=replayed.finish_reason,
+                    stop_reason=replayed.stop_reason,
+                )
+            )
+        if replayed.finish_reason:
+            return
         self._loop.submit(ticket)
         try:
             with anyio.fail_after(request.deadline_s):
@@ -113,7 +124,12 @@ class Service:
                 generated=generated,
             ),
             text=TextStream(
-                self._tokenizer, prompt, request.stop, frozenset(eos), generated=generated
+                self._tokenizer,
+                prompt,
+                request.stop,
+                frozenset(eos),
+                generated=generated,
+                text_sent=request.text_sent if generated else None,
             ),
             on_pulled=lambda: self._release_hold(request),
         )

@@ -165,7 +165,7 @@ class StoreClient:
         self, chain: Chain, ranges: Iterable[Range], *, owner: str, deadline_s: float
     ) -> ClaimResult:
         """Say that `owner` computes these blocks; again, to renew. Blocks whose nodes cannot be
-        asked are granted: work may be done twice, never wrongly."""
+        asked are in no list: computed, they could not be stored."""
         granted: set[int] = set()
         visible: set[int] = set()
         taken: set[int] = set()
@@ -178,9 +178,7 @@ class StoreClient:
             taken.update(_flat(reply.taken))
             return set(indices)
 
-        wanted = _flat(ranges)
-        answered = await self._router.everywhere(chain, wanted, ask, deadline_s)
-        granted |= wanted - answered
+        await self._router.everywhere(chain, _flat(ranges), ask, deadline_s)
         return ClaimResult(*(ranges_of(sorted(s)) for s in (granted, visible, taken)))
 
     async def release_claims(self, owner: str) -> None:

@@ -21,7 +21,7 @@ import msgspec
 from kvass.common.block import BlockHeader
 from kvass.common.errors import Invalid, Overloaded
 from kvass.kvstore.deadlines import Deadlines
-from kvass.kvstore.guards import Guards
+from kvass.kvstore.guards import Guards, Owner
 from kvass.kvstore.ledger import Entry, Group, Ledger
 
 PUTS_MAX = 16_384  # sixteen connections with their windows full of puts
@@ -100,8 +100,7 @@ class Puts:
             put = _Put(order.session, order.groups, order.ends_s)
         elif (put.session, put.groups) != (order.session, order.groups):
             raise Invalid(f"put {order.put_id!r} was begun by another writer or for other groups")
-        if order.headers:
-            self._ledger.touch([order.headers[0].parent])
+        self._ledger.touch([key for header in order.headers for key in (header.parent, header.key)])
         try:
             return [self._begin_block(put, header, order) for header in order.headers]
         finally:
@@ -119,24 +118,22 @@ class Puts:
                 f"{entry.head_groups} head groups here; got {header.length} in {order.head_groups}"
             )
         if entry.state == "visible":
-            self._hold(order, entry)  # without room for a hold it is visible all the same
-            self._ledger.touch([header.key])
+            self._hold(order, header)  # without room for a hold it is visible all the same
             return "visible"
         taken = [entry.groups[g] for g in order.groups if g in entry.groups]
         if len(taken) == len(order.groups) and all(g.checksum is not None for g in taken):
             return "visible"  # this writer's share is in; the rest is others' to bring
         if any(group.put_id != order.put_id for group in taken):
             return "busy"
+        if not self._hold(order, header):
+            return "full"
         self._join(put, entry, order)
         return "granted"
 
     def _open(self, put: _Put, header: BlockHeader, order: PutOrder) -> Verdict:
         if self._ledger.sizes["quarantined"] > self._quarantine_bytes:
             return "full"
-        owner = order.hold_owner
-        if owner and not self._guards.add(
-            ("hold", owner), header.key, header.length, order.hold_ends_s
-        ):
+        if not self._hold(order, header):
             return "full"
         entry = self._ledger.open(header, order.head_groups, order.ends_s)
         if entry is None:
@@ -146,17 +143,18 @@ class Puts:
         return "granted"
 
     def _join(self, put: _Put, entry: Entry, order: PutOrder) -> None:
-        self._hold(order, entry)
         for index in order.groups:
             entry.groups.setdefault(index, Group(order.put_id))
         entry.ends_s = max(entry.ends_s, order.ends_s)
         put.entries[entry.header.key] = entry
         self._entry_deadlines.add(entry, entry.ends_s)
 
-    def _hold(self, order: PutOrder, entry: Entry) -> None:
-        if order.hold_owner:
-            key, size = entry.header.key, entry.header.length
-            self._guards.add(("hold", order.hold_owner), key, size, order.hold_ends_s)
+    def _hold(self, order: PutOrder, header: BlockHeader) -> bool:
+        """Hold a block for the job that asks for it, if one does; False when there is no room."""
+        if not order.hold_owner:
+            return True
+        owner: Owner = ("hold", order.hold_owner)
+        return self._guards.add(owner, header.key, header.length, order.hold_ends_s)
 
     def begin_move(self, put_id: str, session: str, key: bytes) -> Move | None:
         """Start moving a put's share of a block; None when the put has no claim to it (any

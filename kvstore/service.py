@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import anyio
 import anyio.abc
@@ -10,7 +11,7 @@ import anyio.abc
 from kvass.common import rpc
 from kvass.common.bus import Command
 from kvass.common.clock import LoopClock
-from kvass.common.config import Config
+from kvass.common.config import Config, StoreConfig
 from kvass.common.errors import Invalid
 from kvass.common.executor import ThreadExecutor
 from kvass.common.member import Member
@@ -31,46 +32,55 @@ async def serve(
     task_status: anyio.abc.TaskStatus[str] = anyio.TASK_STATUS_IGNORED,
 ) -> None:
     """Run a store node until cancelled; starts with its RPC address. It serves any model."""
+    member = Member(
+        config,
+        role="store",
+        member_id=member_id,
+        cluster_fields={},
+        load=lambda: _observed(node, observer),
+        on_command=lambda command: _obey(command, node),
+    )
+    observer = Observer(member.registry)
+    async with open_node(config, member.hello) as (node, address), member:
+        details = {"capacity_bytes": config.store.slab_bytes}
+        await member.announce(address, details=details)
+        task_status.started(address)
+        await anyio.sleep_forever()
+
+
+@asynccontextmanager
+async def open_node(config: Config, hello: rpc.Hello) -> AsyncIterator[tuple[Node, str]]:
+    """Run a node and its listener, without membership; yields it with its address. asyncio only."""
     async with AsyncExitStack() as stack:
         slab = Slab(config.store.slab_bytes)
         stack.callback(slab.close)
-        member = Member(
-            config,
-            role="store",
-            member_id=member_id,
-            cluster_fields={},
-            load=lambda: _observed(node, observer),
-            on_command=lambda command: _obey(command, node),
-        )
-        hello = member.hello
         identity = Identity(hello.host_id, hello.start_id, hello.pid)
         endpoints = await open_endpoints(config.transport, identity, [slab.region])
         stack.callback(endpoints.close)
         executor = ThreadExecutor("kvass-copy", COPY_THREADS)
         stack.callback(executor.close)
-        node = Node(_index(config, hello.start_id), slab, endpoints, executor, LoopClock())
-        observer = Observer(member.registry)
+        index = Index(slab.size, _limits(config.store, hello.start_id))
+        node = Node(index, slab, endpoints, executor, LoopClock())
         server = rpc.Server(hello, node.handlers(), on_leave=node.on_leave)
-        await stack.enter_async_context(member)
         listener, address = await rpc.listen(config.host)
         await stack.enter_async_context(listener)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(node.run)
-            tasks.start_soon(listener.serve, server.serve_connection)
-            await member.announce(address, details={"capacity_bytes": slab.size})
-            task_status.started(address)
+        tasks = await stack.enter_async_context(anyio.create_task_group())
+        tasks.start_soon(node.run)
+        tasks.start_soon(listener.serve, server.serve_connection)
+        try:
+            yield node, address
+        finally:
+            tasks.cancel_scope.cancel()
 
 
-def _index(config: Config, epoch: str) -> Index:
-    store = config.store
-    limits = Limits(
+def _limits(store: StoreConfig, epoch: str) -> Limits:
+    return Limits(
         epoch=epoch,
         claim_s=store.claim_s,
         hold_s=store.hold_s,
         hold_share=store.hold_share,
         quarantine_share=store.quarantine_share,
     )
-    return Index(store.slab_bytes, limits)
 
 
 def _observed(node: Node, observer: Observer) -> dict[str, int | float | str]:

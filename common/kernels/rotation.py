@@ -30,6 +30,8 @@ def multiply_rows(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """Return float32 rows [..., D] times a matrix [D, D]; a row's bits don't depend on others."""
     flat = rows.reshape(-1, rows.shape[-1])
     count = flat.shape[0]
+    if not count:
+        return rows  # a full hit writes no row at all
     tiles = -(-count // ROW_TILE)
     if count % ROW_TILE:
         flat = torch.nn.functional.pad(flat, (0, 0, 0, tiles * ROW_TILE - count))

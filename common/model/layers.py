@@ -15,7 +15,13 @@ _EXACT_LOGITS = 64  # well over the 20 log-probabilities that a client may ask f
 def linear(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return rows [N, in] times weight [out, in] transposed, plus bias [out], in their dtype."""
+    """Return rows [N, in] times weight [out, in] transposed, plus bias [out], in their dtype.
+
+    One row is computed as two: measured with torch 2.13 in bf16, one row alone differs in 2 of
+    10,000 values from the same row among others (1536 inputs), and two or more rows never do.
+    """
+    if rows.shape[0] == 1:
+        return F.linear(rows.repeat(2, 1), weight, bias)[:1]
     return F.linear(rows, weight, bias)
 
 

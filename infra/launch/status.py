@@ -1,4 +1,4 @@
-"""`kvass status`: the cluster as its gateway sees it, as a table."""
+"""`kvass status`: the cluster as its gateway sees it, as tables."""
 
 from __future__ import annotations
 
@@ -9,6 +9,18 @@ from rich.console import Console
 from rich.table import Table
 
 TIMEOUT_S = 10.0
+# What operators look at first, by the names of the nodes' counts; all of them are in /metrics.
+STORE_COLUMNS = {
+    "blocks": "visible_blocks",
+    "used": "visible_bytes",
+    "of": "total_bytes",
+    "held": "held_bytes",
+    "hits": "hits",
+    "misses": "misses",
+    "stored": "stored",
+    "evicted": "evictions",
+    "corrupt": "corrupt",
+}
 
 
 def show_status(url: str, console: Console) -> int:
@@ -29,28 +41,49 @@ def show_status(url: str, console: Console) -> int:
         console.print(f"{url} is not a Kvass gateway: {error}", style="red")
         return 1
     console.print(members_table(cluster["members"]))
-    for node in cluster.get("store", []):
-        console.print(f"store: {counts_line(node)}")
+    if cluster.get("store"):
+        console.print(store_table(cluster["store"]))
     return 0
 
 
 def members_table(members: list[dict[str, Any]]) -> Table:
-    """Return the members as a table, in the gateway's order."""
-    table = Table(header_style="bold")
-    for name in ("role", "id", "pid", "address", "state", "load"):
-        table.add_column(name, justify="right" if name == "pid" else "left", overflow="fold")
+    """Return the members as a table, in the gateway's order; what is zero is left out."""
+    table = Table(title="members", title_justify="left", header_style="bold")
+    for name in ("role", "id", "pid", "address", "state"):
+        table.add_column(name, no_wrap=True, justify="right" if name == "pid" else "left")
+    table.add_column("load", overflow="fold")
     for member in members:
+        # A store node's load is its counts: they have a table of their own.
+        load = {} if member.get("role") == "store" else member.get("load") or {}
         table.add_row(
             *(str(member.get(name, "")) for name in ("role", "id", "pid", "address", "state")),
-            counts_line(member.get("load") or {}),
+            ", ".join(f"{name} {shown(name, value)}" for name, value in load.items() if value),
             style="dim" if member.get("state") == "lost" else "",
         )
     return table
 
 
-def counts_line(counts: dict[str, Any]) -> str:
-    """Return counts as `name value` pairs, fractions shortened."""
-    return ", ".join(
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in counts.items()
-    )
+def store_table(nodes: list[dict[str, Any]]) -> Table:
+    """Return the store nodes' counts as a table."""
+    table = Table(title="store", title_justify="left", header_style="bold")
+    table.add_column("id", no_wrap=True)
+    for name in STORE_COLUMNS:
+        table.add_column(name, justify="right")
+    for node in nodes:
+        counts = (shown(field, node.get(field, "")) for field in STORE_COLUMNS.values())
+        table.add_row(str(node.get("id", "")), *counts)
+    return table
+
+
+def shown(name: str, value: object) -> str:
+    """Return a value as people read it: bytes in binary units, fractions shortened."""
+    if not isinstance(value, int | float):
+        return str(value)
+    if name.endswith(("_bytes", "_bytes_s")):
+        per_second = "/s" if name.endswith("_s") else ""
+        for unit in ("B", "KiB", "MiB"):
+            if value < 1024:
+                return f"{value:.3g} {unit}{per_second}"
+            value /= 1024
+        return f"{value:.3g} GiB{per_second}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

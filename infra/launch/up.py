@@ -39,6 +39,8 @@ LAST_LINES = 20  # of a member that died
 HEALTH_INTERVAL_S = 0.05
 HEALTH_TIMEOUT_S = 120.0  # after all members are ready; it is a matter of one load message
 WHOLE_TIMEOUT_S = 3.0
+# Whoever signals a whole process group, and make in it, signals this process twice.
+SAME_SIGNAL_S = 0.5
 PORT_TRIES = 5
 # Who leaves first, and the seconds before SIGKILL: the gateway's answers need workers, and what
 # workers let go of needs stores. Whoever stops a whole cluster does not wait for long answers.
@@ -222,12 +224,14 @@ class _Supervisor:
         return f"kvass: started in {total_s:.1f} s; seconds: {', '.join(parts)}"
 
     async def _end_on_signal(self, signals: AsyncIterator[signal.Signals]) -> None:
-        """The first signal stops in order; a second one kills."""
+        """The first signal stops in order; another one, later on, kills."""
+        stopping_s = 0.0
         async for number in signals:
             if not self._serving.cancel_called:
                 self._output.say(f"kvass: {signal.Signals(number).name}: stopping")
                 self._serving.cancel()
-            else:
+                stopping_s = time.monotonic()
+            elif time.monotonic() - stopping_s > SAME_SIGNAL_S:
                 for member in self._members:
                     _signal_group(member, signal.SIGKILL)
 

@@ -1,0 +1,150 @@
+"""Members' own protocol, for tests: bring about that blocks are gone, and ask one decode worker.
+
+It knows how the default model's blocks are named, as any client of the store does.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import uuid
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cached_property
+
+import anyio
+
+from cluster import Cluster
+from kvass.common import config as configuration
+from kvass.common.keys import Chain, Namespace, ranges_of
+from kvass.common.model.fetch import resolve_model
+from kvass.common.model.identity import cluster_fields
+from kvass.common.model.spec import load_spec
+from kvass.common.model.tokenizer import Tokenizer
+from kvass.common.rpc import Dialer, Hello
+from kvass.common.wire import WORKER_REPLIES, Delta, Forget, Generate, Range, Sampling, Stop, Tags
+from kvass.kvstore.client import StoreClient
+from kvass.kvstore.placement import StoreNode
+
+BLOCK = 16
+CALL_S = 20.0
+WORDS = (
+    "time river stone question answer light machine garden winter theory signal paper ocean "
+    "number forest music letter window history engine market silver pattern bridge moves holds "
+    "under between slowly because every second another without measures carries follows small "
+    "early open bright the a of and to in with from"
+).split()
+
+
+@dataclass(frozen=True)
+class Control:
+    """Calls to the members of one cluster, whose settings differ from the defaults by
+    `overrides`."""
+
+    cluster: Cluster
+    overrides: tuple[str, ...] = ()
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.load(resolve_model(configuration.DEFAULT_MODEL, progress=False))
+
+    @cached_property
+    def namespace(self) -> Namespace:
+        folder = resolve_model(configuration.DEFAULT_MODEL, progress=False)
+        settings = configuration.load(None, self.overrides).cluster
+        fields = cluster_fields(folder, load_spec(folder), settings)
+        return Namespace(bytes.fromhex(str(fields["namespace"])))
+
+    def prompt(self, tokens: int, seed: int) -> list[int]:
+        """Return a prompt of so many tokens that shares no block with another seed's."""
+        words = random.Random(seed)
+        text = f"{uuid.UUID(int=words.getrandbits(128))}: "
+        text += " ".join(words.choices(WORDS, k=tokens))
+        return self.tokenizer.encode(text)[:tokens]
+
+    def chain(self, tokens: Sequence[int]) -> Chain:
+        """Return a sequence's block names."""
+        chain = Chain(self.namespace, BLOCK)
+        chain.extend(tokens)
+        return chain
+
+    def forget(self, keys: Iterable[bytes] = (), *, roles: Sequence[str] = ()) -> None:
+        """Drop blocks (all, if none are named) from the workers' own pools, once nobody uses
+        them."""
+        self.cluster.until_idle()
+        anyio.run(self._forget, tuple(keys), tuple(roles) or ("prefill", "decode"))
+
+    def drop(self, keys: Sequence[bytes]) -> int:
+        """Drop blocks from the store; return how many went."""
+        return anyio.run(self._drop, keys)
+
+    def until_stored(self, tokens: Sequence[int]) -> None:
+        """Wait until the store has all full blocks of a sequence."""
+        anyio.run(self._until_stored, self.chain(tokens))
+
+    def stored(self, tokens: Sequence[int]) -> list[Range]:
+        """Return which blocks of a sequence the store has."""
+        return anyio.run(self._stored, self.chain(tokens))
+
+    def generate(
+        self, member_id: str, tokens: Sequence[int], max_tokens: int
+    ) -> tuple[list[int], list[Range]]:
+        """Ask one decode worker, greedily; return its tokens and what it computed of the prompt."""
+        return anyio.run(self._generate, member_id, tuple(tokens), max_tokens)
+
+    @asynccontextmanager
+    async def _dialer(self) -> AsyncIterator[tuple[Dialer, StoreClient]]:
+        hello = Hello("gateway", "test", "test", uuid.uuid4().hex, os.getpid(), cluster={})
+        nodes = [
+            StoreNode(each["id"], each["address"], int(each["details"]["capacity_bytes"]))
+            for each in self.cluster.members("store")
+        ]
+        async with anyio.create_task_group() as tasks:
+            store = StoreClient(hello, tasks)
+            store.set_nodes(nodes)
+            yield Dialer(tasks, hello, Tags(WORKER_REPLIES)), store
+            tasks.cancel_scope.cancel()
+
+    async def _forget(self, keys: tuple[bytes, ...], roles: tuple[str, ...]) -> None:
+        async with self._dialer() as (dialer, _):
+            for each in self.cluster.members(*roles):
+                client = await dialer.client(each["address"])
+                await client.call(Forget(keys), deadline_s=CALL_S)
+
+    async def _drop(self, keys: Sequence[bytes]) -> int:
+        async with self._dialer() as (_, store):
+            return await store.drop(keys=keys)
+
+    async def _stored(self, chain: Chain) -> list[Range]:
+        async with self._dialer() as (_, store):
+            return await store.lookup(chain, [(0, len(chain.keys))], deadline_s=CALL_S)
+
+    async def _until_stored(self, chain: Chain) -> None:
+        async with self._dialer() as (_, store):
+            missing = set(range(len(chain.keys)))
+            with anyio.fail_after(CALL_S):
+                while missing:
+                    there = await store.wait(
+                        chain, ranges_of(sorted(missing)), until="visible", deadline_s=CALL_S
+                    )
+                    missing -= {i for first, stop in there.visible for i in range(first, stop)}
+
+    async def _generate(
+        self, member_id: str, tokens: tuple[int, ...], max_tokens: int
+    ) -> tuple[list[int], list[Range]]:
+        request = Generate(
+            request_id=uuid.uuid4().hex,
+            tokens=tokens,
+            prompt_length=len(tokens),
+            sampling=Sampling(temperature=0),
+            stop=Stop(max_tokens=max_tokens, ignore_eos=True),
+            deadline_s=CALL_S,
+        )
+        deltas: list[Delta] = []
+        async with self._dialer() as (dialer, _):
+            client = await dialer.client(self.cluster.member(member_id)["address"])
+            async with client.stream(request, deadline_s=CALL_S) as stream:
+                deltas = [delta async for delta in stream]
+        generated = [token for delta in deltas for token in delta.token_ids]
+        return generated, [each for delta in deltas for each in delta.computed]

@@ -1,0 +1,168 @@
+"""The store between real processes: cross-memory attach and TCP, kills and stops included."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+
+import anyio
+import pytest
+
+from kvass.common.transport.route import Setting
+from kvass.kvstore.client import StoreClient
+from store_peer import (
+    LAYOUT,
+    Process,
+    config_of,
+    pull,
+    push,
+    run_node,
+    run_worker,
+    started,
+    worker,
+)
+from store_sim import chain_of
+
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
+BLOCKS = 64
+SETTLE_S = 15.0  # the put's deadline, the landing's bound, and a busy machine
+REST = ("writing_bytes", "retired_bytes", "quarantined_bytes", "leases", "puts")
+LANDING = ("landing_lent_bytes", "landing_quarantined_bytes")
+
+
+@pytest.fixture(params=["cma", "tcp"])
+def way(request: pytest.FixtureRequest) -> Setting:
+    setting: Setting = request.param
+    return setting
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    with anyio.fail_after(SETTLE_S):
+        while not await condition():
+            await anyio.sleep(0.05)
+
+
+async def counts_of(store: StoreClient) -> dict[str, str | int]:
+    found: list[dict[str, str | int]] = []
+
+    async def answered() -> bool:
+        found[:] = await store.stats()
+        return bool(found)
+
+    await until(answered)
+    return found[0]
+
+
+async def at_rest(store: StoreClient) -> dict[str, str | int]:
+    """Wait until nothing is left over; return the counts."""
+
+    async def rested() -> bool:
+        counts = await counts_of(store)
+        return not any(counts[name] for name in (*REST, *LANDING))
+
+    await until(rested)
+    return await counts_of(store)
+
+
+async def test_blocks_go_from_process_to_process(way: Setting) -> None:
+    with started(run_node, config_of(way)) as node:
+        address = await node.answer()
+        with started(run_worker, way, address, BLOCKS) as other:
+            assert await other.answer() == "ready"
+            async with worker(way, address, BLOCKS, "self") as (store, memory):
+                assert await other.ask("push", 1) == list(range(BLOCKS))
+                assert await pull(store, memory, 1, BLOCKS) == set(range(BLOCKS))
+                assert await push(store, memory, 2, BLOCKS) == set(range(BLOCKS))
+                assert await other.ask("pull", 2) == list(range(BLOCKS))
+                counts = await at_rest(store)
+                assert counts["visible_blocks"] == 2 * BLOCKS
+                assert not store.counts.total(), store.counts
+                # Dead, the node is only misses.
+                node.kill(signal.SIGKILL)
+                with anyio.fail_after(5):
+                    assert await pull(store, memory, 1, BLOCKS) == set()
+                    assert await push(store, memory, 3, BLOCKS) == set()
+
+
+async def storm(other: Process, store: StoreClient) -> None:
+    """Let the other worker push and drop the same chain, until it is in the middle of a put."""
+    assert await other.ask("storm", 1) == "storming"
+
+    async def writing() -> bool:
+        return bool((await counts_of(store))["writing_blocks"])
+
+    await until(writing)
+
+
+async def test_a_writer_killed_in_mid_put_leaves_nothing(way: Setting) -> None:
+    with started(run_node, config_of(way)) as node:
+        address = await node.answer()
+        async with worker(way, address, BLOCKS, "self") as (store, memory):
+            for _ in range(2):
+                with started(run_worker, way, address, BLOCKS) as other:
+                    assert await other.answer() == "ready"
+                    await storm(other, store)
+                    other.kill(signal.SIGKILL)
+                    await at_rest(store)
+                    await pull(store, memory, 1, BLOCKS)  # asserts that what is there is right
+                    assert await push(store, memory, 1, BLOCKS) == set(range(BLOCKS))
+                    await store.drop(keys=chain_of(BLOCKS, seed=1, layout=LAYOUT).keys)
+            counts = await at_rest(store)
+            assert counts["free_bytes"] == counts["total_bytes"]
+
+
+async def test_a_writer_stopped_in_mid_put_and_continued(way: Setting) -> None:
+    with started(run_node, config_of(way)) as node:
+        address = await node.answer()
+        with started(run_worker, way, address, BLOCKS) as other:
+            assert await other.answer() == "ready"
+            async with worker(way, address, BLOCKS, "self") as (store, memory):
+                await storm(other, store)
+                other.kill(signal.SIGSTOP)
+                counts = await at_rest(store)
+                # Its slots are used by another chain meanwhile; nothing of it lands there later.
+                assert await push(store, memory, 2, BLOCKS) == set(range(BLOCKS))
+                for seed in (3, 4):
+                    assert await push(store, memory, seed, BLOCKS) == set(range(BLOCKS))
+                before = (await counts_of(store))["stored"]
+                other.kill(signal.SIGCONT)
+
+                async def went_on() -> bool:
+                    now = (await counts_of(store))["stored"]
+                    return int(now) > int(before)
+
+                await until(went_on)
+                other.kill(signal.SIGKILL)
+                counts = await at_rest(store)
+                for seed in (2, 3, 4):
+                    assert await pull(store, memory, seed, BLOCKS) == set(range(BLOCKS))
+                assert counts["corrupt"] == 0
+
+
+async def test_a_node_stopped_and_continued_is_misses_then_itself_again(way: Setting) -> None:
+    with started(run_node, config_of(way)) as node:
+        address = await node.answer()
+        async with worker(way, address, BLOCKS, "self") as (store, memory):
+            assert await push(store, memory, 1, BLOCKS) == set(range(BLOCKS))
+            node.kill(signal.SIGSTOP)
+            with anyio.fail_after(5):
+                assert await pull(store, memory, 1, BLOCKS) == set()
+                assert await push(store, memory, 2, BLOCKS) == set()
+            node.kill(signal.SIGCONT)
+
+            async def back() -> bool:
+                return await pull(store, memory, 1, BLOCKS) == set(range(BLOCKS))
+
+            await until(back)
+            await at_rest(store)
+
+
+def test_a_client_without_memory_loads_neither_torch_nor_nixl() -> None:
+    code = (
+        "import sys, kvass.kvstore.client, kvass.kvstore.placement\n"
+        "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'nixl_cu12', 'nixl')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

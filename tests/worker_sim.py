@@ -1,0 +1,242 @@
+"""Prefill and decode loops over a simulated store, with a model that notices every wrong byte.
+
+The model's KV of a token is a hash of the KV of the token before and the token itself, written to the
+pool's real slots; the next token is taken from the last hash. So a row that reads a wrong slot, a late
+byte or a block of another prefix gives another token, and so do all after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TypeVar
+
+import anyio
+import anyio.abc
+import tokenizers
+import torch
+
+from kvass.common.costs import Costs
+from kvass.common.keys import Chain, Salt
+from kvass.common.model.runner import Rows
+from kvass.common.model.tokenizer import Tokenizer
+from kvass.common.pool.pool import BlockPool
+from kvass.common.pool.table import BlockTable
+from kvass.common.wire import Generate, Prefill, PrefillProgress, Sampling, Stop
+from kvass.decode.fetch import Fetcher
+from kvass.decode.loop import DecodeLoop, Ticket
+from kvass.decode.offer import Offerer
+from kvass.decode.sampler import RowState
+from kvass.decode.schedule import Scheduler, Sequence as DecodeSequence
+from kvass.decode.stream import TextStream
+from kvass.prefill.job import Resolver, Run
+from kvass.prefill.loop import PrefillLoop
+from kvass.prefill.publish import Publisher
+from kvass.prefill.schedule import Job, due_s
+from kvass.prefill.schedule import Scheduler as PrefillScheduler
+from store_sim import LAYOUT, SPACE, Cluster, SlotArray, Worker
+
+VOCABULARY = 16
+BLOCK = LAYOUT.block_tokens
+CELL = 8  # bytes of a token's KV here
+CLAIM_S = 2.0
+T = TypeVar("T")
+
+
+def kv_of(before: bytes, token: int) -> bytes:
+    """The KV of a token after everything that `before` stands for."""
+    return blake2b(before + token.to_bytes(4, "little"), digest_size=CELL).digest()
+
+
+def next_of(kv: bytes) -> int:
+    return kv[0] % VOCABULARY
+
+
+def reference(prompt: Sequence[int], count: int) -> list[int]:
+    """What the model answers when nothing is cached, lost or shared."""
+    kv = bytes(CELL)
+    for token in prompt:
+        kv = kv_of(kv, token)
+    answer = []
+    for _ in range(count):
+        answer.append(next_of(kv))
+        kv = kv_of(kv, answer[-1])
+    return answer
+
+
+class HashModel:
+    """A `Runner` whose forward pass is `kv_of`. Mutable field: `rows` computed so far."""
+
+    def __init__(self, memory: SlotArray) -> None:
+        self._memory = memory
+        self.rows = 0
+
+    def run(self, pieces: Sequence[Rows]) -> torch.Tensor | None:
+        last = [self._run(piece) for piece in pieces]
+        self.rows += sum(len(piece.tokens) for piece in pieces)
+        wanted = [kv for kv, piece in zip(last, pieces, strict=True) if piece.logits]
+        if not wanted:
+            return None
+        logits = torch.zeros(len(wanted), VOCABULARY)
+        for row, kv in enumerate(wanted):
+            logits[row, next_of(kv)] = 1.0
+        return logits
+
+    def _run(self, piece: Rows) -> bytes:
+        kv = self._read(piece, piece.start - 1) if piece.start else bytes(CELL)
+        for position, token in enumerate(piece.tokens, piece.start):
+            if piece.write:
+                kv = kv_of(kv, token)
+                slot, offset = piece.slots[position // BLOCK], position % BLOCK * CELL
+                self._memory.array[slot, offset : offset + CELL] = list(kv)
+            else:
+                kv = self._read(piece, position)
+        return kv
+
+    def _read(self, piece: Rows, position: int) -> bytes:
+        slot, offset = piece.slots[position // BLOCK], position % BLOCK * CELL
+        return bytes(self._memory.array[slot, offset : offset + CELL])
+
+
+class SlowExecutor:
+    """Takes `step_s` of virtual time a call, and cannot be interrupted, like a real step."""
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+
+    async def run(self, function: Callable[[], T]) -> T:
+        with anyio.CancelScope(shield=True):
+            await anyio.sleep(self._step_s)
+        return function()
+
+
+def _tokenizer() -> Tokenizer:
+    vocabulary = {f"t{index}": index for index in range(VOCABULARY)}
+    model = tokenizers.models.WordLevel(vocabulary, unk_token="t0")
+    return Tokenizer(tokenizers.Tokenizer(model), eos_token_ids=())
+
+
+@dataclass
+class Prefiller:
+    """A prefill worker without its process."""
+
+    worker: Worker
+    pool: BlockPool
+    model: HashModel
+    loop: PrefillLoop
+
+    async def prefill(self, tokens: Sequence[int], name: str, salt: bytes = b"") -> PrefillProgress:
+        """Run a job to its end; cancelling ends it as a lost connection would."""
+        request = Prefill(
+            job_id=name, tokens=tuple(tokens), hold_owner=name, deadline_s=60.0, salt=salt
+        )
+        chain = _chain(tokens, salt)
+        assert chain.keys, "the gateway sends no job without a full block"
+        table = BlockTable(self.pool, chain)
+        job = Job(request, table, due_s(request, anyio.current_time()))
+        run = Run(job, Publisher(self.worker.store, request, table), self.loop.wake)
+        ticket = self.loop.submit(run)
+        try:
+            while not run.is_over:
+                moved = run.moved
+                if ticket.failure is not None:
+                    raise ticket.failure
+                await moved.wait()
+            return run.progress()
+        finally:
+            self.loop.leave(ticket)
+
+
+@dataclass
+class Decoder:
+    """A decode worker without its process."""
+
+    worker: Worker
+    pool: BlockPool
+    model: HashModel
+    loop: DecodeLoop
+    tasks: anyio.abc.TaskGroup
+
+    def ticket(
+        self,
+        prompt: Sequence[int],
+        count: int,
+        *,
+        name: str,
+        prefill_pending: bool = False,
+        salt: bytes = b"",
+    ) -> Ticket:
+        request = Generate(
+            request_id=name,
+            tokens=tuple(prompt),
+            prompt_length=len(prompt),
+            sampling=Sampling(temperature=0.0),
+            stop=Stop(max_tokens=count),
+            deadline_s=60.0,
+            prefill_pending=prefill_pending,
+            hold_owner=name,
+        )
+        store = self.worker.store
+        ticket = Ticket(
+            sequence=DecodeSequence(
+                request, BlockTable(self.pool, _chain(prompt, salt)), list(prompt)
+            ),
+            row=RowState(request.sampling, request.stop, prompt=prompt, eos_token_ids=()),
+            text=TextStream(_tokenizer(), prompt, request.stop, frozenset()),
+            on_pulled=lambda: self.tasks.start_soon(store.release_hold, name),
+        )
+        if not prefill_pending:
+            ticket.prefill_over.set()
+        return ticket
+
+    async def answer(self, ticket: Ticket) -> tuple[list[int], tuple[tuple[int, int], ...]]:
+        """Return the tokens and the prompt ranges that decode computed."""
+        self.loop.submit(ticket)
+        tokens: list[int] = []
+        try:
+            while True:
+                delta = await ticket.take()
+                tokens += delta.token_ids
+                if delta.finish_reason:
+                    return tokens, delta.computed
+        finally:
+            self.loop.leave(ticket)
+
+
+def _chain(tokens: Sequence[int], salt: bytes) -> Chain:
+    chain = Chain(SPACE, BLOCK, salt=Salt(salt))
+    chain.extend(tokens)
+    return chain
+
+
+def add_prefiller(
+    sim: Cluster, name: str = "prefill-0", *, slots: int = 64, step_s: float = 0.01
+) -> Prefiller:
+    """Start a prefill worker."""
+    worker = sim.add_worker(name, slots=slots)
+    pool = BlockPool(slots)
+    costs = Costs(tokens_per_s=1.0)  # so slow that loading always pays
+    scheduler = PrefillScheduler(chunk_tokens=4 * BLOCK, batch_requests=4)
+    resolver = Resolver(worker.store, costs, LAYOUT.block_size, CLAIM_S)
+    model = HashModel(worker.memory)
+    loop = PrefillLoop(scheduler, model, SlowExecutor(step_s), resolver, costs)
+    sim.tasks.start_soon(loop.run)
+    return Prefiller(worker, pool, model, loop)
+
+
+def add_decoder(
+    sim: Cluster, name: str = "decode-0", *, slots: int = 64, step_s: float = 0.005
+) -> Decoder:
+    """Start a decode worker."""
+    worker = sim.add_worker(name, slots=slots)
+    pool = BlockPool(slots)
+    costs = Costs(tokens_per_s=1.0)
+    scheduler = Scheduler(pool, chunk_tokens=4 * BLOCK, batch_requests=4)
+    model = HashModel(worker.memory)
+    offerer = Offerer(worker.store, pool)
+    fetcher = Fetcher(worker.store, costs, LAYOUT.block_size)
+    loop = DecodeLoop(scheduler, model, SlowExecutor(step_s), fetcher, offerer, costs)
+    sim.tasks.start_soon(offerer.run)
+    sim.tasks.start_soon(loop.run)
+    return Decoder(worker, pool, model, loop, sim.tasks)
