@@ -37,8 +37,10 @@ from kvass.kvstore import links
 from kvass.kvstore import messages as m
 from kvass.kvstore.links import NodeLink
 from kvass.kvstore.placement import StoreNode
+from kvass.kvstore.pulls import pull
+from kvass.kvstore.pushes import PutTerms, push
 from kvass.kvstore.router import Router
-from kvass.kvstore.transfers import BlockMemory, PutTerms, Transfers
+from kvass.kvstore.transfers import BlockMemory, Transfers
 
 COPY_THREADS = 2  # one part is hashed while the next one is copied out of its landing buffer
 WAIT_SLICE_S = 2.0  # how long one node is asked to wait before it must show that it lives
@@ -202,7 +204,7 @@ class StoreClient:
 
         async def ask(link: NodeLink, part: list[int], left_s: float) -> set[int]:
             wanted = {index: place[index] for index in part}
-            return await transfers.pull(link, chain, wanted, ends_s=self._now_s() + left_s)
+            return await pull(transfers, link, chain, wanted, ends_s=self._now_s() + left_s)
 
         pulled = await self._router.everywhere(chain, set(place), ask, deadline_s)
         self.counts["pull_missing"] += len(place) - len(pulled)
@@ -234,7 +236,8 @@ class StoreClient:
         async def ask(link: NodeLink, part: list[int], left_s: float) -> set[int]:
             wanted = {index: place[index] for index in part}
             ends_s = self._now_s() + left_s
-            done, why = await transfers.push(link, chain, wanted, terms, ends_s=ends_s)
+            outcome = await push(transfers, link, chain, wanted, terms, ends_s=ends_s)
+            done, why = outcome.stored, outcome.refused
             stored.update(done)
             refused.update(why)
             # A node that is full or busy has answered: the next one is no better place.
@@ -339,7 +342,6 @@ async def open_client(
     `StoreClient(hello, tasks)` does as well.
     """
     failure: Exception | None = None
-    counts: Counter[str] = Counter()
     async with AsyncExitStack() as stack, anyio.create_task_group() as tasks:
         transfers = None
         if memory is not None:
@@ -354,7 +356,7 @@ async def open_client(
             executor = ThreadExecutor("kvass-copy", COPY_THREADS)
             stack.callback(executor.close)
             groups = range(layout.head_groups) if groups is None else groups
-            transfers = Transfers(memory, layout, groups, endpoints, executor, counts)
+            transfers = Transfers(memory, layout, groups, endpoints, executor, tasks)
         try:
             yield StoreClient(hello, tasks, transfers=transfers, metrics=metrics)
         except Exception as error:  # what the caller raised stays itself, in no group

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from kvass.common.block import SLOT_ALIGN
 from kvass.common.errors import Invalid
 
-# An extent comes back only when all of its slots are free, so few slots, and never more than a small
-# part of the slab; cutting one costs little.
+# An extent comes back only when all of its slots are free, so few slots, and never more than a
+# small part of the slab; cutting one costs little.
 EXTENT_SLOTS = 16
 EXTENT_SHARE = 16
 

@@ -194,30 +194,25 @@ class PutCalls:
     async def _read(
         self, session: str, coming: dict[_Coming, None], outcome: _Outcome, deadline_s: float
     ) -> None:
-        """Read a same-host writer's slots, part by part; each part is checked beside the next
-        read."""
+        """Read a same-host writer's slots, part by part; each part is checked while the next
+        ones are read."""
         failures: list[KvassError] = []
 
-        async def read(part: Sequence[_Coming]) -> None:
+        async def one(part: Sequence[_Coming]) -> None:
             moves, addresses = [b.move for b in part], [b.address for b in part]
             try:
                 await self._state.deliveries.read(session, moves, addresses, deadline_s=deadline_s)
             except KvassError as error:
                 failures.append(error)
+            else:
+                await self._check(coming, part, outcome)
 
         blocks = list(coming)
-        if not blocks:
-            return
-        before: Sequence[_Coming] = ()
-        for part in [*parts(blocks, blocks[0].move.size), ()]:
-            async with anyio.create_task_group() as tasks:
-                if before:
-                    tasks.start_soon(self._check, coming, before, outcome)
-                if part:
-                    tasks.start_soon(read, part)
-            if failures:
-                raise failures[0]
-            before = part
+        async with anyio.create_task_group() as tasks:
+            for part in parts(blocks, blocks[0].move.size) if blocks else ():
+                tasks.start_soon(one, part)
+        if failures:
+            raise failures[0]
 
     async def _check(
         self, coming: dict[_Coming, None], blocks: Sequence[_Coming], outcome: _Outcome

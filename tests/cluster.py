@@ -221,9 +221,7 @@ def _up(arguments: Sequence[str]) -> Iterator[Cluster]:
         text=True,
         env=environment,
     ) as process:
-        http = httpx.Client(
-            base_url=f"http://127.0.0.1:{port}", timeout=REQUEST_S, trust_env=False
-        )
+        http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=REQUEST_S, trust_env=False)
         running = Cluster(process, port, http)
         reader = threading.Thread(target=_pass_on, args=(running,), daemon=True)
         reader.start()

@@ -1,4 +1,5 @@
-"""Other processes for the store's tests: a node, or a worker that pushes and pulls as it is told."""
+"""Other processes for the store's tests: a node, or a worker that pushes and pulls as it is
+told."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ here.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -258,9 +257,8 @@ class Cluster:
         endpoints = self.fabric.endpoints(
             identity, [region_of(memory.array)], setting=setting, landing_bytes=landing_bytes
         )
-        counts: Counter[str] = Counter()
         groups = range(layout.head_groups) if groups is None else groups
-        transfers = Transfers(memory, layout, groups, endpoints, InlineExecutor(), counts)
+        transfers = Transfers(memory, layout, groups, endpoints, InlineExecutor(), self.tasks)
         hello = Hello("prefill", name, host, identity.start_id, identity.pid, {})
         wires: list[Wire] = []
         dialer = SimDialer(self, hello, wires)

@@ -1,6 +1,6 @@
-"""The decode scheduler against a model that remembers every token's KV: no row is computed twice into a
-shared block, no slot has two owners, every request ends with all its tokens, whatever the order of
-arrivals, pulls, cancellations and shortages."""
+"""The decode scheduler against a model that remembers every token's KV: no row is computed twice
+into a shared block, no slot has two owners, every request ends with all its tokens, whatever the
+order of arrivals, pulls, cancellations and shortages."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class Memory:
         for position in range(piece.start, piece.stop):
             cell = (table.slots[position // BLOCK], position % BLOCK)
             if piece.write:
-                assert not any(
-                    table.ready[position // BLOCK : position // BLOCK + 1]
-                ), "a row is written into a block that is complete"
+                assert not any(table.ready[position // BLOCK : position // BLOCK + 1]), (
+                    "a row is written into a block that is complete"
+                )
                 self.cells[cell] = tuple(sequence.tokens[: position + 1])
         for position in range(piece.stop):
             cell = (table.slots[position // BLOCK], position % BLOCK)

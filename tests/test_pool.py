@@ -1,4 +1,5 @@
-"""The worker pool against a dumb model: every slot has one state, and no block is lost or doubled."""
+"""The worker pool against a dumb model: every slot has one state, and no block is lost or
+doubled."""
 
 from __future__ import annotations
 
@@ -98,7 +99,9 @@ def test_parents_outlive_children() -> None:
     pool.release(slots)
     for left in (2, 1, 0):
         pool.allocate(1)
-        assert [pool.find(key_of(n + 1)) is not None for n in range(3)] == [n < left for n in range(3)]
+        assert [pool.find(key_of(n + 1)) is not None for n in range(3)] == [
+            n < left for n in range(3)
+        ]
 
 
 def test_forget_all_keeps_what_is_in_use() -> None:

@@ -6,6 +6,7 @@ and when it ends. So a slot that is reused too early, by whatever path, shows as
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -293,6 +294,14 @@ class IndexMachine(RuleBasedStateMachine):
                 return header.writer == SESSIONS[chain]
             return header.tenant == f"t{chain}"
 
+        self._drop(matches)
+
+    @rule(lease=leases)
+    def drop_while_it_is_read(self, lease: Lease) -> None:
+        keys = {entry.header.key for entry in lease.entries}
+        self._drop(lambda header: header.key in keys)
+
+    def _drop(self, matches: Callable[[BlockHeader], bool]) -> None:
         self.dropped |= {k for k, e in self.index.ledger.entries.items() if matches(e.header)}
         self.index.drop(matches, self.now_s)
         assert not any(matches(e.header) for e in self.index.ledger.entries.values())

@@ -1,8 +1,8 @@
 """Prefill and decode loops over a simulated store, with a model that notices every wrong byte.
 
-The model's KV of a token is a hash of the KV of the token before and the token itself, written to the
-pool's real slots; the next token is taken from the last hash. So a row that reads a wrong slot, a late
-byte or a block of another prefix gives another token, and so do all after it.
+The model's KV of a token is a hash of the KV of the token before and the token itself, written to
+the pool's real slots; the next token is taken from the last hash. So a row that reads a wrong slot,
+a late byte or a block of another prefix gives another token, and so do all after it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from kvass.decode.fetch import Fetcher
 from kvass.decode.loop import DecodeLoop, Ticket
 from kvass.decode.offer import Offerer
 from kvass.decode.sampler import RowState
-from kvass.decode.schedule import Scheduler, Sequence as DecodeSequence
+from kvass.decode.schedule import Scheduler
+from kvass.decode.schedule import Sequence as DecodeSequence
 from kvass.decode.stream import TextStream
 from kvass.prefill.job import Resolver, Run
 from kvass.prefill.loop import PrefillLoop
@@ -131,7 +132,7 @@ class Prefiller:
         request = Prefill(
             job_id=name, tokens=tuple(tokens), hold_owner=name, deadline_s=60.0, salt=salt
         )
-        chain = _chain(tokens, salt)
+        chain = chain_from(tokens, salt)
         assert chain.keys, "the gateway sends no job without a full block"
         table = BlockTable(self.pool, chain)
         job = Job(request, table, due_s(request, anyio.current_time()))
@@ -178,13 +179,17 @@ class Decoder:
             hold_owner=name,
         )
         store = self.worker.store
+
+        def release() -> None:
+            self.tasks.start_soon(store.release_hold, name)
+
         ticket = Ticket(
             sequence=DecodeSequence(
-                request, BlockTable(self.pool, _chain(prompt, salt)), list(prompt)
+                request, BlockTable(self.pool, chain_from(prompt, salt)), list(prompt)
             ),
             row=RowState(request.sampling, request.stop, prompt=prompt, eos_token_ids=()),
             text=TextStream(_tokenizer(), prompt, request.stop, frozenset()),
-            on_pulled=lambda: self.tasks.start_soon(store.release_hold, name),
+            on_pulled=release,
         )
         if not prefill_pending:
             ticket.prefill_over.set()
@@ -204,7 +209,7 @@ class Decoder:
             self.loop.leave(ticket)
 
 
-def _chain(tokens: Sequence[int], salt: bytes) -> Chain:
+def chain_from(tokens: Sequence[int], salt: bytes) -> Chain:
     chain = Chain(SPACE, BLOCK, salt=Salt(salt))
     chain.extend(tokens)
     return chain

@@ -1,0 +1,221 @@
+"""How blocks come from a store node into own slots.
+
+    same host   get_begin ─> lease, places   read into slots, check     get_end
+    TCP         lend, get_write ─> written   copy into slots, check     settle
+
+When a pull returns, raises or is cancelled, no transfer into the slots is in flight: the
+reader's own thread copies (same host), or bytes land elsewhere and are copied here (TCP).
+Nothing counts as pulled before its checksum was right in the slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import anyio
+import numpy as np
+
+from kvass.common.errors import KvassError
+from kvass.common.keys import Chain, ranges_of
+from kvass.common.transport.seam import Copies, Loan
+from kvass.kvstore import messages as m
+from kvass.kvstore.checksum import rows
+from kvass.kvstore.deliveries import borrow, parts
+from kvass.kvstore.links import CLEAN_UP_S, NodeLink
+from kvass.kvstore.transfers import TRANSFER_S, Transfers
+
+# A pull over TCP that was cancelled waits this long for bytes that are on their way, since a loan
+# that is given up costs a rebuild of the landing's agent.
+ARRIVAL_GRACE_S = 0.25
+
+
+async def pull(
+    transfers: Transfers,
+    link: NodeLink,
+    chain: Chain,
+    slots: Mapping[int, int],
+    *,
+    ends_s: float,
+) -> set[int]:
+    """Bring blocks of one node into their slots; return the indices that are there and right."""
+    pulled: set[int] = set()
+    try:
+        ways = await link.ways(deadline_s=ends_s - link.now_s())
+        landed = ways.get_way == "write"
+        for indices in transfers.batches(sorted(slots), landed=landed):
+            left_s = min(ends_s - link.now_s(), TRANSFER_S)
+            if left_s <= 0 or not link.usable:
+                transfers.counts["pull_late"] += len(indices)
+                continue
+            wanted = {index: slots[index] for index in indices}
+            batch = _Batch(transfers, link, chain, wanted, link.now_s() + left_s, pulled)
+            if landed:
+                await batch.take_written()
+            else:
+                await batch.read(ways.start_id)
+    except KvassError:
+        transfers.counts["pull_failed"] += 1
+        link.detach()
+    return pulled
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """One call's blocks. Mutable fields: `pulled` (the pull's), `wrong` (checksums that differ)."""
+
+    transfers: Transfers
+    link: NodeLink
+    chain: Chain
+    slots: Mapping[int, int]
+    ends_s: float
+    pulled: set[int]
+    wrong: list[int] = field(default_factory=list)
+
+    def _left_s(self) -> float:
+        return max(self.ends_s - self.link.now_s(), 1e-3)
+
+    def _spans(self) -> tuple[m.Span, ...]:
+        return tuple(m.spans_of(self.chain, ranges_of(self.slots)))
+
+    def _announced(self, places: m.Places) -> dict[int, tuple[int, ...]]:
+        width = len(self.transfers.groups)
+        return dict(zip(places.indices, rows(places.checksums, width), strict=True))
+
+    # --- same host ---
+
+    async def read(self, start_id: str) -> None:
+        """Lease, read, check."""
+        transfers = self.transfers
+        request = m.GetBegin(
+            spans=self._spans(),
+            block_size=transfers.block_size,
+            head_groups=transfers.head_groups,
+            groups=(transfers.groups.start, transfers.groups.stop),
+        )
+        lease = await self.link.call(request, deadline_s=self._left_s())
+        if not lease.indices:
+            return
+        try:
+            await self._read_leased(lease, start_id)
+        finally:
+            suspects = tuple(self.chain.keys[index] for index in self.wrong)
+            request_end = m.GetEnd(lease_id=lease.lease_id, corrupt=suspects)
+            transfers.tasks.start_soon(self._end, request_end)
+
+    async def _end(self, request: m.GetEnd) -> None:
+        """End a lease, in the background: what was checked is right, held or not, and what was not
+        is discarded. That one was lost is worth knowing."""
+        try:
+            reply = await self.link.call(request, deadline_s=CLEAN_UP_S)
+        except KvassError:
+            self.transfers.counts["tidy_failed"] += 1
+        else:
+            self.transfers.counts["lease_lost"] += not reply.held
+
+    async def _read_leased(self, lease: m.Places, start_id: str) -> None:
+        """Read part by part; each part is checked while the next ones are read."""
+        announced = self._announced(lease)
+        addresses = dict(zip(lease.indices, lease.addresses, strict=True))
+        failures: list[KvassError] = []
+
+        async def one(part: Sequence[int]) -> None:
+            sources = [addresses[index] for index in part]
+            try:
+                await self._read_part(start_id, part, sources)
+            except KvassError as error:
+                failures.append(error)
+            else:
+                await self._check(part, announced)
+
+        async with anyio.create_task_group() as renewing:
+            renewing.start_soon(self._renew, lease)
+            async with anyio.create_task_group() as reading:
+                for part in parts(lease.indices, self.transfers.share):
+                    reading.start_soon(one, part)
+            renewing.cancel_scope.cancel()
+        if failures:
+            raise failures[0]
+
+    async def _read_part(self, start_id: str, part: Sequence[int], sources: list[int]) -> None:
+        transfers = self.transfers
+        assert transfers.endpoints.reader is not None
+        targets = transfers.places([self.slots[index] for index in part])
+        copies = Copies(
+            local=np.array(targets, dtype=np.uint64),
+            remote=np.array(sources, dtype=np.uint64),
+            sizes=np.full(len(part), transfers.share, dtype=np.uint64),
+        )
+        await transfers.endpoints.reader.read(start_id, copies, deadline_s=self._left_s())
+
+    async def _renew(self, lease: m.Places) -> None:
+        while True:
+            await anyio.sleep(lease.lease_s / 2)
+            await self.link.tell(m.GetRenew(lease_id=lease.lease_id))
+
+    async def _check(
+        self, indices: Sequence[int], announced: Mapping[int, tuple[int, ...]]
+    ) -> None:
+        slots = [self.slots[index] for index in indices]
+        found = await self.transfers.executor.run(lambda: self.transfers.sums(slots))
+        for index, checksums in zip(indices, found, strict=True):
+            if checksums == announced[index]:
+                self.pulled.add(index)
+            else:
+                self.transfers.counts["pull_corrupt"] += 1
+                self.wrong.append(index)
+
+    # --- TCP ---
+
+    async def take_written(self) -> None:
+        """Lend, have it written, copy, check."""
+        transfers = self.transfers
+        size = len(self.slots) * transfers.share
+        loan = await borrow(transfers.endpoints, size, deadline_s=self._left_s())
+        if loan is None:
+            transfers.counts["landing_full"] += 1
+            return
+        async with _settled(loan):
+            request = m.GetWrite(
+                spans=self._spans(),
+                block_size=transfers.block_size,
+                head_groups=transfers.head_groups,
+                groups=(transfers.groups.start, transfers.groups.stop),
+                loan=m.card_of(loan),
+                deadline_s=self._left_s(),
+            )
+            places = await self.link.call(
+                request, deadline_s=request.deadline_s, limit_s=TRANSFER_S
+            )
+            if places.indices:
+                await loan.arrived(deadline_s=self._left_s())
+                targets = [self.slots[index] for index in places.indices]
+                await transfers.executor.run(lambda: self._copy(loan, targets))
+        await self._check(places.indices, self._announced(places))
+        if self.wrong:
+            suspects = tuple(self.chain.keys[index] for index in self.wrong)
+            await self.link.tell(m.GetEnd(lease_id=places.lease_id, corrupt=suspects))
+
+    def _copy(self, loan: Loan, slots: Sequence[int]) -> None:
+        landed = loan.view()
+        start, share = self.transfers.start, self.transfers.share
+        for i, slot in enumerate(slots):
+            block = np.frombuffer(landed, dtype=np.uint8, count=share, offset=i * share)
+            self.transfers.memory.array[slot][start : start + share] = block
+
+
+@asynccontextmanager
+async def _settled(loan: Loan) -> AsyncIterator[None]:
+    """Give a loan back; after a failure only if its bytes come within a moment."""
+    try:
+        yield
+    except BaseException:
+        with anyio.CancelScope(shield=True):
+            try:
+                await loan.arrived(deadline_s=ARRIVAL_GRACE_S)
+            except KvassError:
+                loan.abandon()
+        loan.settle()
+        raise
+    loan.settle()

@@ -1,0 +1,167 @@
+"""How blocks go from own slots into a store node.
+
+    same host   put_begin ─> granted    put_commit: the node reads the slots and checks
+    TCP         put_begin ─> a loan     write the slots into it, put_commit: the node checks
+
+A put that is not committed is aborted, whatever happened, so that its blocks are writable again
+at once; when that cannot be said either, the node finds out by the end of the connection or the
+deadline.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import anyio
+import numpy as np
+
+from kvass.common.errors import KvassError
+from kvass.common.keys import Chain, ranges_of
+from kvass.common.transport.seam import Copies
+from kvass.kvstore import messages as m
+from kvass.kvstore.links import CALL_S, NodeLink
+from kvass.kvstore.transfers import TRANSFER_S, Transfers
+
+BEGIN_S = 2 * CALL_S  # a node may wait a second for landing memory before it answers
+
+
+@dataclass(frozen=True, slots=True)
+class PutTerms:
+    """What goes with a put besides its bytes."""
+
+    writer: str
+    tenant: str
+    hold_owner: str
+
+
+@dataclass(slots=True)
+class PutOutcome:
+    """Mutable fields: `stored` indices, and why others are `refused`."""
+
+    stored: set[int] = field(default_factory=set)
+    refused: dict[int, str] = field(default_factory=dict)
+
+
+async def push(
+    transfers: Transfers,
+    link: NodeLink,
+    chain: Chain,
+    slots: Mapping[int, int],
+    terms: PutTerms,
+    *,
+    ends_s: float,
+) -> PutOutcome:
+    """Offer blocks to one node. What is neither stored nor refused could not be offered."""
+    outcome = PutOutcome()
+    try:
+        ways = await link.ways(deadline_s=ends_s - link.now_s())
+        for indices in transfers.batches(sorted(slots), landed=ways.put_way == "write"):
+            left_s = min(ends_s - link.now_s(), TRANSFER_S)
+            if left_s <= 0 or not link.usable:
+                break
+            wanted = {index: slots[index] for index in indices}
+            put = _Put(transfers, link, chain, wanted, link.now_s() + left_s, outcome)
+            await put.run(terms)
+    except KvassError:
+        transfers.counts["push_failed"] += 1
+        link.detach()
+    return outcome
+
+
+@dataclass(slots=True, eq=False)
+class _Put:
+    """One call's blocks. Mutable fields: `outcome` (the push's), `_started` (bytes may be on their
+    way into the node's loan), `_over` (nothing is left to abort)."""
+
+    transfers: Transfers
+    link: NodeLink
+    chain: Chain
+    slots: Mapping[int, int]
+    ends_s: float
+    outcome: PutOutcome
+    _started: bool = False
+    _over: bool = False
+
+    def _left_s(self) -> float:
+        return max(self.ends_s - self.link.now_s(), 1e-3)
+
+    async def run(self, terms: PutTerms) -> None:
+        """Begin, move, commit; or abort."""
+        put_id = self.transfers.next_put()
+        try:
+            request = self._begin(put_id, terms)
+            left_s = request.deadline_s
+            places = await self.link.call(request, deadline_s=left_s, limit_s=BEGIN_S)
+            self.outcome.stored.update(_each(places.visible))
+            self.outcome.refused.update(dict.fromkeys(_each(places.busy), "busy"))
+            self.outcome.refused.update(dict.fromkeys(_each(places.full), "full"))
+            granted = [index for index in _each(places.granted) if index in self.slots]
+            if granted:
+                await self._commit(put_id, granted, places.loan)
+            self._over = True
+        finally:
+            if not self._over:
+                await self.link.tell(m.PutAbort(put_id=put_id, started=self._started))
+
+    def _begin(self, put_id: str, terms: PutTerms) -> m.PutBegin:
+        transfers = self.transfers
+        return m.PutBegin(
+            put_id=put_id,
+            spans=tuple(m.spans_of(self.chain, ranges_of(self.slots))),
+            namespace=self.chain.namespace,
+            tenant=terms.tenant,
+            writer=terms.writer,
+            token_count=self.chain.block_tokens,
+            block_size=transfers.block_size,
+            head_groups=transfers.head_groups,
+            groups=(transfers.groups.start, transfers.groups.stop),
+            deadline_s=self._left_s(),
+            hold_owner=terms.hold_owner,
+        )
+
+    async def _commit(self, put_id: str, granted: Sequence[int], loan: m.LoanCard | None) -> None:
+        transfers = self.transfers
+        slots = [self.slots[index] for index in granted]
+        announced = await transfers.executor.run(lambda: transfers.sums(slots))
+        if loan is not None:
+            self._started = True
+            await self._write(loan, slots)
+        commit = m.PutCommit(
+            put_id=put_id,
+            keys=tuple(self.chain.keys[index] for index in granted),
+            indices=tuple(granted),
+            addresses=() if loan else tuple(transfers.places(slots)),
+            checksums=tuple(itertools.chain.from_iterable(announced)),
+            deadline_s=self._left_s(),
+        )
+        left_s = commit.deadline_s
+        reply = await self.link.call(commit, deadline_s=left_s, limit_s=TRANSFER_S)
+        corrupt = list(_each(reply.corrupt))
+        self.outcome.stored.update(_each(reply.stored))
+        self.outcome.refused.update(dict.fromkeys(corrupt, "corrupt"))
+
+    async def _write(self, target: m.LoanCard, slots: Sequence[int]) -> None:
+        """Write slots into a node's loan, one after the other.
+
+        Shielded: stopping a write tears down the agent of all writes, and a healthy node takes
+        it in milliseconds; a node that hangs holds this up until the deadline.
+        """
+        share = self.transfers.share
+        offsets = np.arange(len(slots), dtype=np.uint64) * np.uint64(share)
+        copies = Copies(
+            local=np.array(self.transfers.places(slots), dtype=np.uint64),
+            remote=offsets + np.uint64(target.address),
+            sizes=np.full(len(slots), share, dtype=np.uint64),
+        )
+        writer = self.transfers.endpoints.writer
+        with anyio.CancelScope(shield=True):
+            await writer.attach(target.card)
+            await writer.write(
+                target.card.start_id, copies, tag=target.tag, deadline_s=self._left_s()
+            )
+
+
+def _each(ranges: m.Ranges) -> Iterator[int]:
+    return itertools.chain.from_iterable(range(first, stop) for first, stop in ranges)
