@@ -30,7 +30,7 @@ from kvass.kvstore.slab import Slab
 T = TypeVar("T")
 
 # Reading one part while the one before is hashed: large enough to amortise a transfer's set-up.
-PART_BYTES = 3 << 20
+PART_BYTES = 12 << 20
 LEND_PAUSE_S = 0.002  # between two looks for free landing memory; doubled up to the next
 LEND_PAUSE_MAX_S = 0.05
 

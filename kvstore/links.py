@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 import anyio
 
-from kvass.common.errors import DeadlineExceeded, Incompatible, KvassError, Unavailable
+from kvass.common.errors import DeadlineExceeded, KvassError, Unavailable
 from kvass.common.rpc import Client
 from kvass.common.transport.endpoints import Endpoints
 from kvass.common.transport.route import Way
@@ -42,7 +42,9 @@ class Dialer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Attached:
+class Ways:
+    """How bytes go between this process and the one that runs the node now."""
+
     start_id: str
     get_way: Way
     put_way: Way
@@ -50,18 +52,19 @@ class _Attached:
 
 @dataclass(slots=True, eq=False)
 class NodeLink:
-    """Mutable fields: `_shunned_until_s`, `_shun_s`, `_attached`, `counts` (shared by all
-    links)."""
+    """Mutable fields: `_client` (the open connection), `_ways` (exchanged on it),
+    `_shunned_until_s`, `_shun_s`, and `counts`, which all links share."""
 
     node: StoreNode
     dialer: Dialer
     endpoints: Endpoints | None
     counts: Counter[str]
     now_s: Callable[[], float]
+    _client: Client | None = None
+    _ways: Ways | None = None
+    _attaching: anyio.Lock = field(default_factory=anyio.Lock)
     _shunned_until_s: float = 0.0
     _shun_s: float = SHUN_S
-    _attached: _Attached | None = None
-    _attaching: anyio.Lock = field(default_factory=anyio.Lock)
 
     @property
     def usable(self) -> bool:
@@ -75,15 +78,11 @@ class NodeLink:
         if limit_s <= 0:
             raise DeadlineExceeded(f"no time left to ask {self.node.member_id}")
         ends_s = self.now_s() + limit_s
+        client = await self._connected(limit_s)
         try:
-            with anyio.fail_after(limit_s):
-                client = await self.dialer.client(self.node.address)
             reply = await client.call(request, deadline_s=max(ends_s - self.now_s(), 1e-3))
-        except TimeoutError:
-            self.shun("timeout")
-            raise Unavailable(f"{self.node.member_id} does not take connections") from None
-        except (Unavailable, DeadlineExceeded, Incompatible) as error:
-            self.shun("timeout" if isinstance(error, DeadlineExceeded) else "unavailable")
+        except (Unavailable, DeadlineExceeded) as error:
+            self._shun("timeout" if isinstance(error, DeadlineExceeded) else "unavailable")
             raise
         self._shun_s = SHUN_S
         return reply
@@ -97,35 +96,45 @@ class NodeLink:
             except KvassError:
                 self.counts["tidy_failed"] += 1
 
-    def shun(self, reason: str) -> None:
-        """Leave the node alone for a while."""
-        self.counts[f"node_{reason}"] += 1
-        self._shunned_until_s = self.now_s() + self._shun_s
-        self._shun_s = min(2 * self._shun_s, SHUN_MAX_S)
-
-    async def ways(self, *, deadline_s: float) -> _Attached:
-        """Return how bytes go from and to the node's present process; raises KvassError."""
+    async def ways(self, *, deadline_s: float) -> Ways:
+        """Return how bytes go from and to the node, exchanging cards once a connection; raises
+        KvassError."""
+        await self._connected(deadline_s)
+        if self._ways is not None:
+            return self._ways
         assert self.endpoints is not None
         async with self._attaching:
-            client = await self._connect(deadline_s)
-            start_id = client.peer.start_id
-            if self._attached is None or self._attached.start_id != start_id:
-                own = self.endpoints.card()
-                reply = await self.call(m.Attach(card=own), deadline_s=deadline_s)
-                if reply.card.start_id != start_id:
-                    raise Unavailable(f"{self.node.member_id} was replaced just now")
+            if self._ways is None:
+                client = await self._connected(deadline_s)
+                request = m.Attach(card=self.endpoints.card())
+                reply = await self.call(request, deadline_s=deadline_s)
                 get_way = await self.endpoints.way_to(reply.card)
-                self._attached = _Attached(start_id, get_way, reply.put_way)
-            return self._attached
+                if client is not self._client or reply.card.start_id != client.peer.start_id:
+                    raise Unavailable(f"{self.node.member_id} was replaced just now")
+                self._ways = Ways(client.peer.start_id, get_way, reply.put_way)
+            return self._ways
 
-    async def _connect(self, deadline_s: float) -> Client:
+    async def _connected(self, limit_s: float) -> Client:
+        """Return the open connection, or open one. What was exchanged on the last one is void."""
+        if self._client is not None and self._client.closed_because is None:
+            return self._client
         try:
-            with anyio.fail_after(min(deadline_s, CALL_S)):
-                return await self.dialer.client(self.node.address)
+            with anyio.fail_after(max(min(limit_s, CALL_S), 1e-3)):
+                client = await self.dialer.client(self.node.address)
         except (TimeoutError, KvassError) as error:
-            self.shun("unavailable")
-            raise Unavailable(f"{self.node.member_id}: {error}") from None
+            self._shun("unreachable")
+            raise Unavailable(f"{self.node.member_id}: {error or 'no answer'}") from None
+        if client is not self._client:
+            self._client, self._ways = client, None
+        return client
 
     def detach(self) -> None:
         """A transfer failed: exchange cards again before the next one."""
-        self._attached = None
+        self._ways = None
+
+    def _shun(self, reason: str) -> None:
+        """Leave the node alone for a while; calls that fail together do so once."""
+        self.counts[f"node_{reason}"] += 1
+        if self.usable:
+            self._shunned_until_s = self.now_s() + self._shun_s
+            self._shun_s = min(2 * self._shun_s, SHUN_MAX_S)

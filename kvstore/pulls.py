@@ -115,26 +115,31 @@ class _Batch:
             self.transfers.counts["lease_lost"] += not reply.held
 
     async def _read_leased(self, lease: m.Places, start_id: str) -> None:
-        """Read part by part; each part is checked while the next ones are read."""
+        """Read part by part in two lanes, so that one part is checked while the other is read."""
         announced = self._announced(lease)
         addresses = dict(zip(lease.indices, lease.addresses, strict=True))
+        cut = parts(lease.indices, self.transfers.share)
+        left = iter(cut)
+        renew_s = self.link.now_s() + lease.lease_s / 2
         failures: list[KvassError] = []
 
-        async def one(part: Sequence[int]) -> None:
-            sources = [addresses[index] for index in part]
-            try:
-                await self._read_part(start_id, part, sources)
-            except KvassError as error:
-                failures.append(error)
-            else:
+        async def lane() -> None:
+            nonlocal renew_s
+            for part in left:
+                if self.link.now_s() >= renew_s:
+                    renew_s = self.link.now_s() + lease.lease_s / 2
+                    await self.link.tell(m.GetRenew(lease_id=lease.lease_id))
+                try:
+                    await self._read_part(start_id, part, [addresses[index] for index in part])
+                except KvassError as error:
+                    failures.append(error)
+                    return
                 await self._check(part, announced)
 
-        async with anyio.create_task_group() as renewing:
-            renewing.start_soon(self._renew, lease)
-            async with anyio.create_task_group() as reading:
-                for part in parts(lease.indices, self.transfers.share):
-                    reading.start_soon(one, part)
-            renewing.cancel_scope.cancel()
+        async with anyio.create_task_group() as tasks:
+            if len(cut) > 1:
+                tasks.start_soon(lane)
+            await lane()
         if failures:
             raise failures[0]
 
@@ -148,11 +153,6 @@ class _Batch:
             sizes=np.full(len(part), transfers.share, dtype=np.uint64),
         )
         await transfers.endpoints.reader.read(start_id, copies, deadline_s=self._left_s())
-
-    async def _renew(self, lease: m.Places) -> None:
-        while True:
-            await anyio.sleep(lease.lease_s / 2)
-            await self.link.tell(m.GetRenew(lease_id=lease.lease_id))
 
     async def _check(
         self, indices: Sequence[int], announced: Mapping[int, tuple[int, ...]]

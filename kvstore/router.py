@@ -6,8 +6,8 @@ It joins placement (pure) with the links, and knows nothing of what is asked.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
 
 import anyio
 import anyio.abc
@@ -20,6 +20,7 @@ from kvass.kvstore.links import CLEAN_UP_S, Dialer, NodeLink
 from kvass.kvstore.placement import StoreNode, order
 
 R = TypeVar("R", bound=Message)
+Ask = Callable[[NodeLink, list[int]], Coroutine[Any, Any, None]]
 Tried = set[tuple[bytes, str]]  # (segment key, member id)
 
 NODES_TRIED = 2  # a segment's home and the next: where it was before the last node came or went
@@ -114,9 +115,7 @@ class Router:
             plan = self.plan(chain, wanted - settled, tried)
             if not plan or self._now_s() >= ends_s:
                 break
-            async with anyio.create_task_group() as tasks:
-                for link, indices in plan.items():
-                    tasks.start_soon(one, link, indices)
+            await _together(one, plan)
         return settled
 
     async def ask_all(
@@ -144,3 +143,13 @@ class Router:
                 for link in self.links():
                     if link.usable:
                         tasks.start_soon(link.tell, request)
+
+
+async def _together(one: Ask, plan: dict[NodeLink, list[int]]) -> None:
+    """Ask all nodes of a plan at once; the usual single one without a task of its own."""
+    if len(plan) == 1:
+        await one(*next(iter(plan.items())))
+        return
+    async with anyio.create_task_group() as tasks:
+        for link, indices in plan.items():
+            tasks.start_soon(one, link, indices)

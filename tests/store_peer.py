@@ -55,7 +55,7 @@ class Process:
     async def answer(self) -> Any:
         """Wait for what it says next."""
         with anyio.fail_after(ANSWER_S):
-            while not self.pipe.poll():
+            while not self.pipe.poll():  # noqa: ASYNC110 (a pipe tells no loop)
                 await anyio.sleep(0.002)
         return self.pipe.recv()
 
@@ -90,7 +90,7 @@ def run_worker(pipe: Connection, setting: Setting, address: str, blocks: int) ->
         async with worker(setting, address, blocks, "other") as (store, memory):
             pipe.send("ready")
             while True:
-                while not pipe.poll():
+                while not pipe.poll():  # noqa: ASYNC110 (a pipe tells no loop)
                     await anyio.sleep(0.002)
                 verb, seed = pipe.recv()
                 if verb == "push":

@@ -23,7 +23,7 @@ from kvass.common.executor import InlineExecutor
 from kvass.common.keys import Chain, Namespace, Salt, ranges_of
 from kvass.common.rpc import Client, Hello, Server, open_client
 from kvass.common.transport.identity import Identity
-from kvass.common.transport.memory import Fabric, region_of
+from kvass.common.transport.memory import Attempt, Fabric, Fault, Outcome, region_of
 from kvass.common.transport.route import Setting
 from kvass.common.wire import Tags
 from kvass.kvstore import messages as m
@@ -351,3 +351,26 @@ async def pull(worker: Worker, chain: Chain, indices: Sequence[int]) -> set[int]
         if index in there:
             assert worker.memory.is_right(slot, chain.keys[index]), f"wrong bytes for block {index}"
     return there
+
+
+def faults(sim: Cluster, verb: str, outcome: Outcome, *, times: int = 1 << 30) -> None:
+    """Let the next transfers of one verb meet a fault."""
+    left = [times]
+
+    def fault(attempt: Attempt) -> Fault:
+        if attempt.verb != verb or not left[0]:
+            return Fault()
+        left[0] -= 1
+        return Fault(outcome)
+
+    sim.fabric.fault = fault
+
+
+async def at_rest(sim: Cluster, member_id: str = "store-0") -> dict[str, int]:
+    """Return a node's counts, with nothing left over from what went before."""
+    await anyio.sleep(0.1)  # virtual: leases are ended in the background
+    counts = sim.nodes[member_id].node.counts()
+    for name in ("writing_bytes", "retired_bytes", "quarantined_bytes", "leases", "puts"):
+        assert counts[name] == 0, (name, counts)
+    assert counts["landing_lent_bytes"] == 0
+    return counts

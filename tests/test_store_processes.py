@@ -40,7 +40,7 @@ def way(request: pytest.FixtureRequest) -> Setting:
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
     with anyio.fail_after(SETTLE_S):
-        while not await condition():
+        while not await condition():  # noqa: ASYNC110 (another process's state)
             await anyio.sleep(0.05)
 
 

@@ -70,8 +70,9 @@ def check(answer: torch.Tensor, spec: ModelSpec, runner: Runner, memory: SlotMem
             if not error <= ERROR_MAX:  # also when it is NaN
                 name = f"{'V' if value else 'K'} of layer {layer}"
                 raise Unavailable(
-                    f"the known-answer prefill is wrong: {name} is off by {error:.3g}, at most {ERROR_MAX} is expected. This worker must not "
-                    "commit blocks; check its memory, device and kernels"
+                    f"the known-answer prefill is wrong: {name} is off by {error:.3g}, at most "
+                    f"{ERROR_MAX} is expected. This worker must not commit blocks; check its "
+                    "memory, device and kernels"
                 )
 
 

@@ -1,0 +1,318 @@
+"""The store's index against a dumb model: any operation, abort, expiry and crash, in any order.
+
+The model keeps what a slab would hold: a token for each slot, written when a transfer starts
+and when it ends. So a slot that is reused too early, by whatever path, shows as a wrong token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+)
+
+from kvass.common.block import BlockHeader
+from kvass.kvstore.leases import Lease
+from kvass.kvstore.ledger import Entry
+from kvass.kvstore.puts import Move
+from store_model import CLAIM_S, GROUPS, HOLD_S, SESSIONS, SIZES, SLAB, key_of, new_index, order_of
+
+
+@dataclass(eq=False)
+class Moving:
+    """A transfer in flight, and the tokens that it owns until it ends."""
+
+    move: Move
+    places: list[int]
+
+
+ranges = st.builds(lambda a, n: range(a, min(a + n, 6)), st.integers(0, 5), st.integers(1, 4))
+chains = st.sampled_from([0, 1, 2])
+sessions = st.sampled_from(SESSIONS)
+groups = st.sampled_from([range(0, 2), range(0, 1), range(1, 2)])
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """See the module."""
+
+    moves = Bundle("moves")
+    leases = Bundle("leases")
+    puts = Bundle("puts")
+
+    @initialize()
+    def start(self) -> None:
+        self.now_s = 0.0
+        self.index = new_index()
+        self.memory: dict[int, object] = {}  # by byte offset of a head group: whose bytes
+        self.expected: dict[int, object] = {}  # what transfers in flight own
+        self.claims: dict[bytes, tuple[str, float]] = {}
+        self.held: dict[str, Lease] = {}
+        self.holds: dict[str, tuple[float, set[bytes]]] = {}
+        self.protected: set[bytes] = set()
+        self.dropped: set[bytes] = set()
+        self.before: dict[bytes, Entry] = {}
+        self.count = 0
+        self.sessions: dict[str, str] = {}  # by put id
+
+    # --- what happens ---
+
+    @rule(step_s=st.sampled_from([0.1, 1.0, 3.0, 40.0]))
+    def time_passes(self, step_s: float) -> None:
+        self.now_s += step_s
+        self.index.expire(self.now_s)
+
+    @rule(chain=chains, indices=ranges, owner=st.sampled_from(["a", "b"]))
+    def claim(self, chain: int, indices: range, owner: str) -> None:
+        keys = [key_of(chain, i) for i in indices]
+        verdicts = self.index.claim(owner, keys, self.now_s)
+        for key, verdict in zip(keys, verdicts, strict=True):
+            known_owner, ends_s = self.claims.get(key, ("", -1.0))
+            others = ends_s > self.now_s and known_owner != owner
+            assert not (others and verdict == "granted"), "a live claim was given to another"
+            if verdict == "granted":
+                self.claims[key] = (owner, self.now_s + CLAIM_S)
+            elif verdict == "visible":
+                assert self.index.ledger.visible(key) is not None
+            elif not others:
+                assert key in self.index.ledger.entries, "nobody's block was refused"
+
+    @rule(owner=st.sampled_from(["a", "b"]))
+    def release_claims(self, owner: str) -> None:
+        self.index.release_claims(owner, self.now_s)
+        self.claims = {k: v for k, v in self.claims.items() if v[0] != owner}
+
+    @rule(
+        target=puts,
+        chain=chains,
+        indices=ranges,
+        session=sessions,
+        groups=groups,
+        hold=st.sampled_from(["", "", "j0", "j1"]),
+    )
+    def put_begin(
+        self, chain: int, indices: range, session: str, groups: range, hold: str
+    ) -> object:
+        return multiple(*self._put_begin(chain, indices, session, groups, hold))
+
+    def _put_begin(
+        self, chain: int, indices: range, session: str, groups: range, hold: str
+    ) -> list[tuple[str, str, bytes]]:
+        self.count += 1
+        self.sessions[f"p{self.count}"] = session
+        order = order_of(
+            chain,
+            indices,
+            put_id=f"p{self.count}",
+            session=session,
+            groups=groups,
+            now_s=self.now_s,
+            hold=hold,
+        )
+        verdicts = self.index.put_begin(order, self.now_s)
+        again = self.index.put_begin(order, self.now_s)
+        kept = [b == "granted" for a, b in zip(verdicts, again, strict=True) if a == "granted"]
+        assert all(kept), "put_begin must be idempotent"
+        granted = [h.key for h, v in zip(order.headers, again, strict=True) if v == "granted"]
+        if hold and granted:
+            ends_s, keys = self.holds.get(hold, (0.0, set()))
+            live = keys if ends_s > self.now_s else set()
+            self.holds[hold] = (self.now_s + HOLD_S, live | set(granted))
+        return [(order.put_id, session, key) for key in granted]
+
+    @rule(target=moves, put=consumes(puts))
+    def begin_move(self, put: tuple[str, str, bytes]) -> object:
+        return self._begin_move(put) or multiple()
+
+    def _begin_move(self, put: tuple[str, str, bytes]) -> Moving | None:
+        move = self.index.begin_move(*put, self.now_s)
+        if move is None:
+            return None
+        size = move.entry.group_size
+        places = [move.entry.slot.offset + g * size for g in move.groups]
+        moving = Moving(move, places)
+        for place in places:
+            self.memory[place] = moving  # the first byte has landed
+            self.expected[place] = moving
+        return moving
+
+    @rule(moving=consumes(moves), good=st.booleans())
+    def end_move(self, moving: Moving, good: bool) -> None:
+        for place in moving.places:
+            assert self.expected.pop(place) is moving
+            assert self.memory[place] is moving, "a slot was reused while bytes moved into it"
+            self.memory[place] = moving.move.entry.header.key  # the last byte lands only now
+        self.index.end_move(moving.move, (1,) * len(moving.places) if good else None, self.now_s)
+
+    @rule(chain=chains, indices=ranges, session=sessions, hold=st.sampled_from(["", "", "j0"]))
+    def put_whole(self, chain: int, indices: range, session: str, hold: str) -> None:
+        """The ordinary case, so that what lies behind it is reached."""
+        granted = self._put_begin(chain, indices, session, range(GROUPS), hold)
+        self.nothing_protected_is_evicted_and_no_parent_before_its_children()
+        for put in granted:
+            moving = self._begin_move(put)
+            assert moving is not None
+            self.end_move(moving, good=True)
+
+    @rule(put=puts)
+    def abort(self, put: tuple[str, str, bytes]) -> None:
+        self.index.put_abort(put[0], put[1], self.now_s)
+        assert not self._promised() & {put[0]}, "an aborted put still holds places"
+
+    @rule(session=sessions)
+    def crash(self, session: str) -> None:
+        self.index.leave(session, self.now_s)
+        left = {put_id for put_id, whose in self.sessions.items() if whose == session}
+        assert not self._promised() & left, "a dead writer still holds places"
+
+    def _promised(self) -> set[str]:
+        """Return the puts that somebody may still bring bytes for."""
+        entries = self.index.ledger.entries.values()
+        groups = [g for entry in entries for g in entry.groups.values()]
+        return {g.put_id for g in groups if g.checksum is None}
+
+    @rule(chain=chains, indices=ranges)
+    def lookup(self, chain: int, indices: range) -> None:
+        keys = [key_of(chain, i) for i in indices]
+        found = self.index.lookup(keys, self.now_s)
+        assert found == [self.index.ledger.visible(key) is not None for key in keys]
+
+    @rule(target=leases, chain=chains, indices=ranges)
+    def get_begin(self, chain: int, indices: range) -> object:
+        keys = [key_of(chain, i) for i in indices]
+        lease = self.index.get_begin(keys, SIZES[chain], GROUPS, self.now_s)
+        if lease is None:
+            return multiple()
+        self.held[lease.lease_id] = lease
+        return lease
+
+    @rule(lease=leases)
+    def get_renew(self, lease: Lease) -> None:
+        held = self.index.get_renew(lease.lease_id, self.now_s)
+        assert held == (lease.lease_id in self.held and lease.ends_s > self.now_s)
+
+    @rule(lease=consumes(leases))
+    def get_end(self, lease: Lease) -> None:
+        alive = lease.lease_id in self.held and lease.ends_s > self.now_s
+        assert self.index.get_end(lease.lease_id, self.now_s) == alive
+        self.held.pop(lease.lease_id, None)
+
+    @rule(chain=chains, indices=ranges, owner=st.sampled_from(["o0", "o1"]))
+    def pin(self, chain: int, indices: range, owner: str) -> None:
+        keys = [key_of(chain, i) for i in indices]
+        self.index.pin(owner, keys, self.now_s + 10, self.now_s)
+
+    @rule(owner=st.sampled_from(["o0", "o1"]))
+    def unpin(self, owner: str) -> None:
+        self.index.unpin(owner, self.now_s)
+
+    @rule(owner=st.sampled_from(["j0", "j1"]))
+    def release_hold(self, owner: str) -> None:
+        self.index.release_hold(owner, self.now_s)
+        self.holds.pop(owner, None)
+        self.protected = set()
+
+    @rule(chain=chains, by_writer=st.booleans())
+    def drop(self, chain: int, by_writer: bool) -> None:
+        def matches(header: BlockHeader) -> bool:
+            if by_writer:
+                return header.writer == SESSIONS[chain]
+            return header.tenant == f"t{chain}"
+
+        self._drop(matches)
+
+    @rule(lease=leases)
+    def drop_while_it_is_read(self, lease: Lease) -> None:
+        keys = {entry.header.key for entry in lease.entries}
+        self._drop(lambda header: header.key in keys)
+
+    def _drop(self, matches: Callable[[BlockHeader], bool]) -> None:
+        self.dropped |= {k for k, e in self.index.ledger.entries.items() if matches(e.header)}
+        self.index.drop(matches, self.now_s)
+        assert not any(matches(e.header) for e in self.index.ledger.entries.values())
+        for _, keys in self.holds.values():
+            keys -= self.dropped
+
+    # --- what must hold ---
+
+    @invariant()
+    def every_slot_has_one_state(self) -> None:
+        self.index.ledger.check()
+        counts = self.index.counts()
+        states = ("free", "writing", "visible", "retired", "quarantined")
+        assert sum(counts[f"{s}_bytes"] for s in states) == counts["total_bytes"]
+
+    @invariant()
+    def a_block_that_is_written_has_a_writer(self) -> None:
+        for entry in self.index.ledger.entries.values():
+            if entry.state == "writing":
+                assert any(group.put_id for group in entry.groups.values())
+                assert entry.ends_s > self.now_s
+
+    @invariant()
+    def bytes_are_whose_they_should_be(self) -> None:
+        readable = [e for e in self.index.ledger.entries.values() if e.state == "visible"]
+        self.held = {k: v for k, v in self.held.items() if v.ends_s > self.now_s}
+        for entry in [*readable, *(e for v in self.held.values() for e in v.entries)]:
+            for group in range(GROUPS):
+                place = entry.slot.offset + group * entry.group_size
+                assert self.memory[place] == entry.header.key, "other bytes under a block's name"
+        kept = {*self.index.ledger.entries.values(), *self.index.ledger.gone}
+        for lease in self.held.values():
+            assert kept.issuperset(lease.entries), "a leased slot is free"
+        for moving in self.expected.values():
+            assert isinstance(moving, Moving)
+            assert moving.move.entry in kept, "a slot is free while bytes move into it"
+
+    @invariant()
+    def nothing_protected_is_evicted_and_no_parent_before_its_children(self) -> None:
+        now = {k: e for k, e in self.index.ledger.entries.items() if e.state == "visible"}
+        evicted = self.before.keys() - now.keys() - self.dropped
+        parents = {entry.header.parent for entry in now.values()}
+        assert not evicted & parents, "a parent went before its child"
+        assert not evicted & self.protected, "a held block was evicted"
+        self.protected = set()
+        for ends_s, keys in self.holds.values():
+            keys.intersection_update(self.index.ledger.entries)  # one that was given up holds none
+            self.protected |= keys if ends_s > self.now_s else set()
+        leased = {entry for lease in self.held.values() for entry in lease.entries}
+        assert leased.isdisjoint(self.before[key] for key in evicted), "a leased block was evicted"
+        for key in now:
+            self.claims.pop(key, None)  # the claim on a block ends when it is there
+        self.before = now
+        self.dropped = set()
+
+    @invariant()
+    def protection_is_bounded(self) -> None:
+        assert self.index.guards.size_bytes <= SLAB // 2
+        protected = {k for k in self.index.ledger.entries if k in self.index.guards}
+        sizes = [self.index.ledger.entries[k].header.length for k in protected]
+        assert sum(sizes) == self.index.guards.size_bytes, "protection outlived its block"
+
+    def teardown(self) -> None:
+        """At rest nothing is left over: every slot is visible or free."""
+        for moving in {id(m): m for m in self.expected.values()}.values():
+            assert isinstance(moving, Moving)
+            self.index.end_move(moving.move, None, self.now_s)
+        self.index.expire(self.now_s + 1e6)
+        counts = self.index.counts()
+        for name in ("writing_bytes", "retired_bytes", "quarantined_bytes", "guarded_bytes"):
+            assert counts[name] == 0, name
+        for name in ("leases", "claims", "puts"):
+            assert counts[name] == 0, name
+        self.index.drop(lambda header: True, self.now_s + 1e6)
+        assert self.index.ledger.extents.free_bytes == SLAB
+        self.index.ledger.check()
+
+
+TestIndex = IndexMachine.TestCase
+TestIndex.settings = settings(max_examples=150, stateful_step_count=50)
