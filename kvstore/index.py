@@ -182,7 +182,8 @@ class Index:
     # --- holds and pins ---
 
     def release_hold(self, owner: str, now_s: float) -> None:
-        """End a job's holds."""
+        """End a job's holds, for good: a put that is late holds nothing for it."""
+        self.puts.end_job(owner)
         self._release(("hold", owner), now_s)
 
     def pin(self, owner: str, keys: Sequence[bytes], ends_s: float, now_s: float) -> list[bool]:

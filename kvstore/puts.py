@@ -25,6 +25,9 @@ from kvass.kvstore.guards import Guards, Owner
 from kvass.kvstore.ledger import Entry, Group, Ledger
 
 PUTS_MAX = 16_384  # sixteen connections with their windows full of puts
+# A put that is late comes within the seconds that its writer still tries: thousands of jobs ago at
+# no rate that one node serves.
+JOBS_OVER_MAX = 4096
 Verdict = Literal["granted", "visible", "busy", "full"]
 
 
@@ -71,7 +74,7 @@ class Move:
 
 class Puts:
     """Mutable fields: `_puts` by id, `_deadlines` of puts, `_entry_deadlines` of unfinished
-    blocks."""
+    blocks, `_over` (jobs that released their hold, in order; the oldest are forgotten)."""
 
     def __init__(self, ledger: Ledger, guards: Guards, quarantine_bytes: int) -> None:
         self._ledger = ledger
@@ -80,6 +83,7 @@ class Puts:
         self._puts: dict[str, _Put] = {}
         self._deadlines: Deadlines[str] = Deadlines(self._ends_s)
         self._entry_deadlines: Deadlines[Entry] = Deadlines(self._entry_ends_s)
+        self._over: dict[str, None] = {}
 
     def __len__(self) -> int:
         return len(self._puts)
@@ -151,10 +155,17 @@ class Puts:
 
     def _hold(self, order: PutOrder, header: BlockHeader) -> bool:
         """Hold a block for the job that asks for it, if one does; False when there is no room."""
-        if not order.hold_owner:
+        if not order.hold_owner or order.hold_owner in self._over:
             return True
         owner: Owner = ("hold", order.hold_owner)
         return self._guards.add(owner, header.key, header.length, order.hold_ends_s)
+
+    def end_job(self, owner: str) -> None:
+        """A job has released its hold: puts for it that come later hold nothing."""
+        self._over.pop(owner, None)
+        self._over[owner] = None
+        if len(self._over) > JOBS_OVER_MAX:
+            del self._over[next(iter(self._over))]
 
     def begin_move(self, put_id: str, session: str, key: bytes) -> Move | None:
         """Start moving a put's share of a block; None when the put has no claim to it (any

@@ -104,7 +104,7 @@ CLUSTER = {
         {"role": "gateway", "id": "g-0", "pid": 7, "address": "127.0.0.1:8000", "state": "ready",
          "load": {"running": 2}},
         {"role": "decode", "id": "d-0", "pid": 8, "address": "127.0.0.1:9", "state": "lost",
-         "load": {"prefill_tokens_per_s": 1234.5678}},
+         "load": {"prefill_tokens_s": 1234.5678}},
     ],
     "store": [{"id": "store-7", "visible_blocks": 12, "visible_bytes": 3 << 20}],
 }  # fmt: skip

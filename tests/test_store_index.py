@@ -38,6 +38,15 @@ def test_full_of_held_blocks_is_an_answer() -> None:
     assert index.put_begin(order, 1.0) == ["granted"] * 4
 
 
+def test_a_put_that_comes_after_its_job_is_over_holds_nothing() -> None:
+    index = new_index()
+    index.release_hold("job", 0.0)
+    store(index, 0, range(6), hold="job")  # its blocks are new
+    index.put_begin(order_of(0, range(6), put_id="q", hold="job"), 1.0)  # or there already
+    assert index.counts()["held_bytes"] == 0
+    assert index.counts()["visible_blocks"] == 6
+
+
 def test_a_lease_from_before_a_restart_is_not_held() -> None:
     index = new_index()
     store(index, 0, range(1))

@@ -58,6 +58,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.claims: dict[bytes, tuple[str, float]] = {}
         self.held: dict[str, Lease] = {}
         self.holds: dict[str, tuple[float, set[bytes]]] = {}
+        self.jobs_over: set[str] = set()
         self.protected: set[bytes] = set()
         self.dropped: set[bytes] = set()
         self.before: dict[bytes, Entry] = {}
@@ -97,7 +98,7 @@ class IndexMachine(RuleBasedStateMachine):
         indices=ranges,
         session=sessions,
         groups=groups,
-        hold=st.sampled_from(["", "", "j0", "j1"]),
+        hold=st.sampled_from(["", "", "", "j0", "j1", "j2", "j3"]),
     )
     def put_begin(
         self, chain: int, indices: range, session: str, groups: range, hold: str
@@ -123,7 +124,7 @@ class IndexMachine(RuleBasedStateMachine):
         kept = [b == "granted" for a, b in zip(verdicts, again, strict=True) if a == "granted"]
         assert all(kept), "put_begin must be idempotent"
         granted = [h.key for h, v in zip(order.headers, again, strict=True) if v == "granted"]
-        if hold and granted:
+        if hold and granted and hold not in self.jobs_over:
             ends_s, keys = self.holds.get(hold, (0.0, set()))
             live = keys if ends_s > self.now_s else set()
             self.holds[hold] = (self.now_s + HOLD_S, live | set(granted))
@@ -153,7 +154,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.memory[place] = moving.move.entry.header.key  # the last byte lands only now
         self.index.end_move(moving.move, (1,) * len(moving.places) if good else None, self.now_s)
 
-    @rule(chain=chains, indices=ranges, session=sessions, hold=st.sampled_from(["", "", "j0"]))
+    @rule(chain=chains, indices=ranges, session=sessions, hold=st.sampled_from(["", "", "j0", "j2"]))
     def put_whole(self, chain: int, indices: range, session: str, hold: str) -> None:
         """The ordinary case, so that what lies behind it is reached."""
         granted = self._put_begin(chain, indices, session, range(GROUPS), hold)
@@ -219,6 +220,7 @@ class IndexMachine(RuleBasedStateMachine):
     def release_hold(self, owner: str) -> None:
         self.index.release_hold(owner, self.now_s)
         self.holds.pop(owner, None)
+        self.jobs_over.add(owner)
         self.protected = set()
 
     @rule(chain=chains, by_writer=st.booleans())

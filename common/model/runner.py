@@ -15,6 +15,11 @@ import torch
 from kvass.common.kernels.seam import PagedKv
 from kvass.common.model.load import Model
 
+# A step of one or two rows is hundreds of operations of some microseconds: waking a second thread
+# for each takes longer than it saves (measured, default model, one row: 60 ms against 86), and a
+# core is left to others. Bits don't change with the number of threads (tested).
+FEW_ROWS = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -32,12 +37,16 @@ class Rows:
 
 
 class Runner:
-    """A model over one paged pool. Use it from one thread at a time."""
+    """A model over one paged pool. Use it from one thread at a time.
+
+    Mutable field: `_threads_now`, the compute threads of the last step.
+    """
 
     def __init__(self, model: Model, kv: PagedKv[Any], block_tokens: int) -> None:
         self._model = model
         self._kv = kv
         self._block_tokens = block_tokens
+        self._threads = self._threads_now = torch.get_num_threads()
 
     def run(self, pieces: Sequence[Rows]) -> torch.Tensor | None:
         """Compute one step; returns logits float32 [pieces with `logits`, vocab], in order.
@@ -46,6 +55,7 @@ class Runner:
         """
         assert pieces
         counts = [len(piece.tokens) for piece in pieces]
+        self._use_threads(1 if sum(counts) <= FEW_ROWS else self._threads)
         tokens = torch.tensor([token for piece in pieces for token in piece.tokens])
         starts = torch.tensor([piece.start for piece in pieces])
         lengths = torch.tensor(counts)
@@ -72,6 +82,11 @@ class Runner:
                 positions[writes] % self._block_tokens,
                 logits_rows if len(logits_rows) else None,
             )
+
+    def _use_threads(self, threads: int) -> None:
+        if threads != self._threads_now:
+            torch.set_num_threads(threads)
+            self._threads_now = threads
 
     def _tables(self, pieces: Sequence[Rows]) -> torch.Tensor:
         """Return block tables int64 [pieces, blocks], as long as the longest context needs."""

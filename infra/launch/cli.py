@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from kvass.common import config as configuration
-from kvass.common.config import Config
+from kvass.common.config import ClusterConfig, Config
 from kvass.common.errors import KvassError
 from kvass.common.membership import Role
 from kvass.launch.role import run_role
@@ -121,6 +121,7 @@ Port = Annotated[
         "--port",
         min=1,
         max=65535,
+        metavar="PORT",
         help="The gateway's HTTP port (default: 8000).",
         rich_help_panel=_PLACE,
     ),
@@ -130,7 +131,8 @@ Broker = Annotated[
     typer.Option(
         "--broker",
         metavar="HOST:PORT",
-        help="The MQTT broker of the cluster (`kvass up` runs its own unless this names one).",
+        help=f"The MQTT broker of the cluster (default: {ClusterConfig().broker}; `kvass up` runs "
+        "one of its own unless this names another).",
         rich_help_panel=_PLACE,
     ),
 ]
@@ -140,7 +142,8 @@ MemberHost = Annotated[
         "--host",
         metavar="ADDRESS",
         help="Address that this member's ports are bound to, and that others reach it by "
-        "(default: 127.0.0.1). Whoever reaches them can use them: name a private network's.",
+        "(default: 127.0.0.1; not 0.0.0.0, which nobody can reach). Whoever reaches them can use "
+        "them: name a private network's.",
         rich_help_panel=_PLACE,
     ),
 ]
@@ -202,9 +205,9 @@ def up(
     kv_dtype: KvDtype = None,
     max_model_len: MaxModelLen = None,
     prefix_reuse: PrefixReuse = None,
-    prefill: Annotated[int, typer.Option(min=0, help="Prefill workers to start.")] = 1,
-    decode: Annotated[int, typer.Option(min=1, help="Decode workers to start.")] = 1,
-    store: Annotated[int, typer.Option(min=0, help="Store nodes to start.")] = 1,
+    prefill: Annotated[int, typer.Option(min=0, metavar="N", help="Prefill workers to start.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, metavar="N", help="Decode workers to start.")] = 1,
+    store: Annotated[int, typer.Option(min=0, metavar="N", help="Store nodes to start.")] = 1,
     pool_share: PoolShare = None,
     chunk_tokens: ChunkTokens = None,
     slab_bytes: SlabBytes = None,
@@ -344,7 +347,7 @@ def store(
 @app.command()
 def status(
     url: Annotated[
-        str, typer.Option("--url", help="The gateway to ask.")
+        str, typer.Option("--url", metavar="URL", help="The gateway to ask.")
     ] = "http://127.0.0.1:8000",
 ) -> None:
     """Show the members of a running cluster, as its gateway sees them."""

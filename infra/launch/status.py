@@ -5,11 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 TIMEOUT_S = 10.0
-# What operators look at first, by the names of the nodes' counts; all of them are in /metrics.
+# What operators look at first, by the names of the nodes' counts; the rest is in /v1/cluster.
+LOAD_FIELDS = (
+    "running",
+    "waiting",
+    "suspended",
+    "used_blocks",
+    "cached_blocks",
+    "total_blocks",
+    "prefill_tokens_s",
+    "step_ms",
+)
 STORE_COLUMNS = {
     "blocks": "visible_blocks",
     "used": "visible_bytes",
@@ -48,7 +59,7 @@ def show_status(url: str, console: Console) -> int:
 
 def members_table(members: list[dict[str, Any]]) -> Table:
     """Return the members as a table, in the gateway's order; what is zero is left out."""
-    table = Table(title="members", title_justify="left", header_style="bold")
+    table = _table("members")
     for name in ("role", "id", "pid", "address", "state"):
         table.add_column(name, no_wrap=True, justify="right" if name == "pid" else "left")
     table.add_column("load", overflow="fold")
@@ -57,7 +68,9 @@ def members_table(members: list[dict[str, Any]]) -> Table:
         load = {} if member.get("role") == "store" else member.get("load") or {}
         table.add_row(
             *(str(member.get(name, "")) for name in ("role", "id", "pid", "address", "state")),
-            ", ".join(f"{name} {shown(name, value)}" for name, value in load.items() if value),
+            ", ".join(
+                f"{name} {shown(name, load[name])}" for name in LOAD_FIELDS if load.get(name)
+            ),
             style="dim" if member.get("state") == "lost" else "",
         )
     return table
@@ -65,14 +78,27 @@ def members_table(members: list[dict[str, Any]]) -> Table:
 
 def store_table(nodes: list[dict[str, Any]]) -> Table:
     """Return the store nodes' counts as a table."""
-    table = Table(title="store", title_justify="left", header_style="bold")
+    table = _table("store")
     table.add_column("id", no_wrap=True)
     for name in STORE_COLUMNS:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for node in nodes:
         counts = (shown(field, node.get(field, "")) for field in STORE_COLUMNS.values())
         table.add_row(str(node.get("id", "")), *counts)
     return table
+
+
+def _table(title: str) -> Table:
+    """Return an empty table that fits 80 columns: most terminals, and most bug reports."""
+    return Table(
+        title=title,
+        title_justify="left",
+        header_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        pad_edge=False,
+        collapse_padding=True,
+    )
 
 
 def shown(name: str, value: object) -> str:
