@@ -8,8 +8,9 @@
 
 Each repetition takes a prompt of its own through all states and then through `transformers`: the
 forward pass of the same prompt with the same weights and as many threads, with its two ways of
-attention: `eager` is what cold is held to, the fused `sdpa` is printed beside it. So what else the machine does meets all alike, and every
-value is a median. The answers must not differ between states.
+attention: `eager` is what cold is held to, the fused `sdpa` is printed beside it. So what else the
+machine does meets all alike, and every value is a median. The answers must not differ between
+states.
 
     python benchmarks/first_token.py [--quick] [--json FILE]
 """

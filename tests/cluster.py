@@ -87,7 +87,7 @@ class Cluster:
         return _answer([choice["text"]], choice["finish_reason"], whole["usage"])
 
     def stream(
-        self, prompt: Sequence[int] | str, *, seen: Callable[[str], None] = str, **fields: Any
+        self, prompt: Sequence[int] | str, *, seen: Callable[[str], object] = str, **fields: Any
     ) -> Answer:
         """Stream a completion; `seen` is called with each piece of text as it comes."""
         options = {"stream": True, "stream_options": {"include_usage": True}}
@@ -164,7 +164,8 @@ class Cluster:
 
     def processes(self) -> list[psutil.Process]:
         """Return the members' processes, and whatever they started."""
-        return psutil.Process(self.process.pid).children(recursive=True)
+        children: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
+        return children
 
     def end(self, number: signal.Signals) -> int:
         """Send `kvass up` a signal and return its exit code when it has ended."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -33,8 +33,8 @@ def control(up: Cluster) -> Control:
 
 @pytest.fixture(scope="module")
 def client(up: Cluster) -> Iterator[openai.OpenAI]:
-    with httpx.Client(trust_env=False, timeout=120) as http:
-        yield openai.OpenAI(base_url=f"{up.url}/v1", api_key="-", http_client=http)
+    with openai.OpenAI(base_url=f"{up.url}/v1", api_key="-", timeout=120) as opened:
+        yield opened
 
 
 def cached(tokens: int, missing: int = 0) -> int:
@@ -56,7 +56,7 @@ def test_models_are_listed(up: Cluster, client: openai.OpenAI) -> None:
 
 
 def test_completions_with_the_openai_client(up: Cluster, client: openai.OpenAI) -> None:
-    asked = {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 12}
+    asked: dict[str, Any] = {"model": MODEL, "prompt": "The capital of France is", "max_tokens": 12}
     whole = client.completions.create(**asked, temperature=0)
     assert "Paris" in whole.choices[0].text
     assert whole.usage is not None and whole.usage.completion_tokens == 12
@@ -69,12 +69,17 @@ def test_completions_with_the_openai_client(up: Cluster, client: openai.OpenAI) 
 
 def test_chat_with_the_openai_client(up: Cluster, client: openai.OpenAI) -> None:
     messages = [{"role": "user", "content": "What is the capital of France? One word."}]
-    asked = {"model": MODEL, "messages": messages, "max_tokens": 24, "temperature": 0}
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "messages": messages,
+        "max_tokens": 24,
+        "temperature": 0,
+    }
     whole = client.chat.completions.create(**asked)
     text = whole.choices[0].message.content
     assert text is not None and "Paris" in text
-    options = {"include_usage": True}
-    *pieces, last = client.chat.completions.create(**asked, stream=True, stream_options=options)
+    streaming = asked | {"stream": True, "stream_options": {"include_usage": True}}
+    *pieces, last = client.chat.completions.create(**streaming)
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == text
     assert pieces[0].choices[0].delta.role == "assistant"
     assert last.usage is not None and whole.usage is not None

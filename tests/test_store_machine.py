@@ -154,7 +154,9 @@ class IndexMachine(RuleBasedStateMachine):
             self.memory[place] = moving.move.entry.header.key  # the last byte lands only now
         self.index.end_move(moving.move, (1,) * len(moving.places) if good else None, self.now_s)
 
-    @rule(chain=chains, indices=ranges, session=sessions, hold=st.sampled_from(["", "", "j0", "j2"]))
+    @rule(
+        chain=chains, indices=ranges, session=sessions, hold=st.sampled_from(["", "", "j0", "j2"])
+    )
     def put_whole(self, chain: int, indices: range, session: str, hold: str) -> None:
         """The ordinary case, so that what lies behind it is reached."""
         granted = self._put_begin(chain, indices, session, range(GROUPS), hold)
