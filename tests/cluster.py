@@ -206,6 +206,7 @@ def cluster(*arguments: str) -> Iterator[Cluster]:
         yield running
         if running.process.poll() is None:
             assert running.end(signal.SIGTERM) == 0
+            assert not any("Traceback" in line for line in running.lines)
         assert_gone(processes, ports, shared_memory)
 
 

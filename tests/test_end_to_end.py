@@ -157,8 +157,8 @@ def test_a_conversation_goes_on_from_what_decode_wrote(
     up: Cluster, control: Control, source: str
 ) -> None:
     prompt = control.prompt(100, seed=31 if source == "pool" else 32)
-    first = up.ask(prompt, max_tokens=60)
-    answer, _ = control.generate("decode-0", prompt, 60)
+    first = up.ask(prompt, max_tokens=30)
+    answer, _ = control.generate("decode-0", prompt, 30)
     assert control.tokenizer.decode(answer) == first.text
     # The last token was sampled, and nothing followed: its KV was never computed.
     there = (len(prompt) + len(answer) - 1) // BLOCK * BLOCK
@@ -196,7 +196,7 @@ def test_different_prompts_at_once_do_not_disturb_each_other(up: Cluster, contro
     prompts = [control.prompt(90 + 7 * i, seed=60 + i) for i in range(6)]
 
     def ask(prompt: list[int]) -> Answer:
-        return up.stream(prompt, max_tokens=24)
+        return up.stream(prompt, max_tokens=16)
 
     with ThreadPoolExecutor(len(prompts)) as threads:
         together = list(threads.map(ask, prompts))

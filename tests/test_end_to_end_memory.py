@@ -33,7 +33,7 @@ def test_the_same_tokens_wherever_the_kv_is(kv_dtype: str) -> None:
 
 
 def test_more_streams_than_the_pool_holds() -> None:
-    """Each would fit alone, four grow until they do not: the youngest give way and come back."""
+    """Two fit whole; as more of them grow, the youngest give way and come back."""
     with cluster(
         "--max-model-len", "512",
         "--set", "decode.pool_blocks=40",
@@ -43,14 +43,16 @@ def test_more_streams_than_the_pool_holds() -> None:
         prompts = [control.prompt(60 + 9 * i, seed=20 + i) for i in range(6)]
 
         def ask(prompt: list[int]) -> Answer:
-            return up.stream(prompt, max_tokens=150)
+            return up.stream(prompt, max_tokens=80)
 
         with ThreadPoolExecutor(len(prompts)) as threads:
             together = list(threads.map(ask, prompts))
         up.until_idle()
         up.until(lambda: suspended(up) > 0, "the load says that streams were suspended")
         assert up.member("decode-0")["load"]["total_blocks"] == 40
-        assert [ask(prompt).said for prompt in prompts] == [answer.said for answer in together]
+        with ThreadPoolExecutor(2) as threads:
+            undisturbed = list(threads.map(ask, prompts))
+        assert [answer.said for answer in undisturbed] == [answer.said for answer in together]
         up.until_idle()
         assert up.http.post("/v1/completions", json=up.body([5] * 512)).status_code == 400
 
@@ -64,13 +66,13 @@ def test_more_prompts_than_the_store_holds() -> None:
     """Two thirds of a prompt's blocks fit, and half of those may be held."""
     with cluster("--slab-bytes", str(8 << 20), "--max-model-len", "2048") as up:
         control = Control(up)
-        prompts = [control.prompt(800 + 16 * i, seed=30 + i) for i in range(4)]
-        with ThreadPoolExecutor(4) as threads:
+        prompts = [control.prompt(800 + 16 * i, seed=30 + i) for i in range(3)]
+        with ThreadPoolExecutor(3) as threads:
             together = list(threads.map(up.ask, prompts))
         up.until_idle()
         node = up.overview()["store"][0]
         assert node["evictions"] > 0 and node["visible_bytes"] <= 8 << 20
-        order = random.Random(1).sample(range(4), 4)
+        order = random.Random(1).sample(range(3), 3)
         for index in order:
             control.forget()
             again = up.ask(prompts[index])
