@@ -139,6 +139,11 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 def _validate(config: Config) -> None:
     """Check relations across fields; each message gives both values."""
     cluster, store = config.cluster, config.store
+    if config.host in ("0.0.0.0", "::", ""):
+        raise Invalid(
+            f"host is {config.host!r}, which is what members announce and others connect to: name "
+            "the address of one interface"
+        )
     if not 1 <= cluster.block_tokens <= 256:
         raise Invalid(f"cluster.block_tokens is {cluster.block_tokens}; expected 1 to 256")
     for name, worker in (("prefill", config.prefill), ("decode", config.decode)):
