@@ -17,7 +17,7 @@ from kvass.common.model.load import Model
 
 # A step of one or two rows is hundreds of operations of some microseconds: waking a second thread
 # for each takes longer than it saves (measured, default model, one row: 60 ms against 86), and a
-# core is left to others. Bits don't change with the number of threads (tested).
+# core is left to others. Bits don't change with the number of threads (tests/test_runner.py).
 FEW_ROWS = 2
 
 
