@@ -35,7 +35,8 @@ from kvass.common.model.fetch import resolve_model
 from kvass.common.model.identity import cluster_fields
 from kvass.common.model.spec import load_spec
 from kvass.common.model.tokenizer import Tokenizer
-from kvass.common.rpc import Dialer, Hello
+from kvass.common.rpc.dial import Dialer
+from kvass.common.rpc.hello import Hello
 from kvass.common.wire import WORKER_REPLIES, Forget, Tags
 from kvass.kvstore.client import StoreClient
 from kvass.kvstore.placement import StoreNode

@@ -2,7 +2,7 @@
 
     async with Member(config, role="decode", member_id="decode-0", cluster_fields=fields,
                       load=lambda: {"running": 3}) as member:
-        listener, address = await rpc.listen(config.host)
+        listener, address = await listen(config.host)
         await member.announce(address)
         ...                                   # member.table, member.live("store"), member.follow(…)
 
@@ -31,7 +31,7 @@ from kvass.common.clock import Clock, RealClock
 from kvass.common.config import Config, difference
 from kvass.common.errors import Incompatible, Invalid, KvassError, Unavailable
 from kvass.common.membership import ROLES, Entry, Load, NodeTable, Peer, Role, State
-from kvass.common.rpc import Hello
+from kvass.common.rpc.hello import Hello
 from kvass.common.transport.identity import own_identity
 
 _log = logging.getLogger(__name__)

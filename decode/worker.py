@@ -12,7 +12,6 @@ from contextlib import AsyncExitStack
 import anyio
 import anyio.abc
 
-from kvass.common import rpc
 from kvass.common.config import Config
 from kvass.common.costs import Costs
 from kvass.common.errors import DeadlineExceeded, Invalid, Overloaded
@@ -23,6 +22,7 @@ from kvass.common.metrics import BlockMetrics, PoolMetrics
 from kvass.common.model.engine import Engine, open_engine
 from kvass.common.model.tokenizer import Tokenizer
 from kvass.common.pool.table import BlockTable
+from kvass.common.rpc.server import Call, Handler, Server, listen
 from kvass.common.wire import Delta, Done, Forget, Generate, Message, PrefillOver
 from kvass.common.worker import pool_load, watch_pool
 from kvass.decode.fetch import Fetcher
@@ -55,10 +55,10 @@ class Service:
         self._tasks = tasks
         self._queue_requests = queue_requests
 
-    def handlers(self) -> dict[type[Message], rpc.Handler]:
+    def handlers(self) -> dict[type[Message], Handler]:
         return {Generate: self.generate, PrefillOver: self.prefill_over, Forget: self.forget}
 
-    async def generate(self, call: rpc.Call) -> None:
+    async def generate(self, call: Call) -> None:
         """Stream a request's deltas; whatever ends this ends the request."""
         request = call.request
         assert isinstance(request, Generate)
@@ -89,13 +89,13 @@ class Service:
         finally:
             self._loop.leave(ticket)
 
-    async def prefill_over(self, call: rpc.Call) -> Done:
+    async def prefill_over(self, call: Call) -> Done:
         """No more blocks will come for a request."""
         assert isinstance(call.request, PrefillOver)
         self._loop.prefill_over(call.request.request_id)
         return Done()
 
-    async def forget(self, call: rpc.Call) -> Done:
+    async def forget(self, call: Call) -> Done:
         """Drop unused blocks from the pool."""
         assert isinstance(call.request, Forget)
         self._engine.pool.forget([BlockKey(key) for key in call.request.keys])
@@ -197,7 +197,7 @@ async def serve(
         loop = DecodeLoop(scheduler, engine.runner, compute, fetcher, offerer, costs)
         watch_pool(PoolMetrics(member.registry), engine.pool, loop.totals)
         await stack.enter_async_context(member)
-        listener, address = await rpc.listen(config.host)
+        listener, address = await listen(config.host)
         await stack.enter_async_context(listener)
         async with anyio.create_task_group() as tasks:
             service = Service(
@@ -206,7 +206,7 @@ async def serve(
             tasks.start_soon(member.follow, "store", lambda peers: store.set_nodes(nodes_of(peers)))
             tasks.start_soon(offerer.run)
             tasks.start_soon(loop.run)
-            server = rpc.Server(member.hello, service.handlers())
+            server = Server(member.hello, service.handlers())
             tasks.start_soon(listener.serve, server.serve_connection)
             await member.announce(address)
             task_status.started(address)

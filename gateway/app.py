@@ -28,7 +28,7 @@ from kvass.common.model.fetch import resolve_model
 from kvass.common.model.identity import cluster_fields, layout_of, max_model_len
 from kvass.common.model.spec import load_spec
 from kvass.common.model.tokenizer import Tokenizer
-from kvass.common.rpc import Dialer
+from kvass.common.rpc.dial import Dialer
 from kvass.gateway.ask import Served
 from kvass.gateway.fleet import Admission, Fleet
 from kvass.gateway.routes import create_app

@@ -20,7 +20,8 @@ from kvass.common.config import GatewayConfig
 from kvass.common.keys import Chain
 from kvass.common.membership import Load, NodeTable, Peer, Role
 from kvass.common.metrics import RequestMetrics
-from kvass.common.rpc import Client, Dialer
+from kvass.common.rpc.client import Client
+from kvass.common.rpc.dial import Dialer
 from kvass.common.wire import Range
 from kvass.gateway.ask import Served
 from kvass.gateway.route import Affinity, Worker

@@ -23,7 +23,7 @@ import anyio
 import msgspec
 
 from kvass.common import errors, wire
-from kvass.common.rpc import Client
+from kvass.common.rpc.client import Client
 from kvass.common.wire import Range
 from kvass.gateway import route
 from kvass.gateway.ask import Ask

@@ -29,7 +29,8 @@ from kvass.common.errors import Invalid, KvassError
 from kvass.common.executor import ThreadExecutor
 from kvass.common.keys import Chain, Namespace, ranges_of
 from kvass.common.metrics import BlockMetrics
-from kvass.common.rpc import Dialer, Hello
+from kvass.common.rpc.dial import Dialer
+from kvass.common.rpc.hello import Hello
 from kvass.common.transport.identity import Identity
 from kvass.common.transport.seam import Region
 from kvass.common.wire import Range, Tags

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 
 from kvass.common.errors import Invalid, KvassError
-from kvass.common.rpc import Call, Handler
+from kvass.common.rpc.server import Call, Handler
 from kvass.common.wire import Message
 from kvass.kvstore import messages as m
 from kvass.kvstore.leases import Lease
@@ -25,7 +25,7 @@ class GetCalls:
         self._state = state
 
     def handlers(self) -> Mapping[type[Message], Handler]:
-        """Return what an rpc.Server answers."""
+        """Return what an RPC server answers."""
         return {
             m.GetBegin: self._begin,
             m.GetWrite: self._write,

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 import anyio
 
 from kvass.common.errors import DeadlineExceeded, KvassError, Unavailable
-from kvass.common.rpc import Client
+from kvass.common.rpc.client import Client
 from kvass.common.transport.endpoints import Endpoints
 from kvass.common.transport.route import Way
 from kvass.common.wire import Message, Request
@@ -34,7 +34,7 @@ CLEAN_UP_S = 0.5  # of calls that only tidy up: the node does it by itself later
 
 
 class Dialer(Protocol):
-    """What `rpc.Dialer` is, and what the simulation puts in its place."""
+    """What `rpc.dial.Dialer` is, and what the simulation puts in its place."""
 
     async def client(self, address: str) -> Client: ...
 

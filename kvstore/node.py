@@ -15,7 +15,8 @@ from kvass.common.block import BlockHeader
 from kvass.common.clock import Clock
 from kvass.common.errors import Invalid
 from kvass.common.executor import Executor
-from kvass.common.rpc import Call, Handler, Hello
+from kvass.common.rpc.hello import Hello
+from kvass.common.rpc.server import Call, Handler
 from kvass.common.transport.endpoints import Endpoints
 from kvass.common.wire import Done, Message
 from kvass.kvstore import messages as m
@@ -32,7 +33,7 @@ TICK_S = 0.1
 
 
 class Node:
-    """One store node: wire its `handlers` and `on_leave` into an rpc.Server, and `run` it."""
+    """One store node: wire its `handlers` and `on_leave` into an RPC server, and `run` it."""
 
     def __init__(
         self, index: Index, slab: Slab, endpoints: Endpoints, executor: Executor, clock: Clock
@@ -43,7 +44,7 @@ class Node:
         self._gets = GetCalls(self._state)
 
     def handlers(self) -> Mapping[type[Message], Handler]:
-        """Return what an rpc.Server answers."""
+        """Return what an RPC server answers."""
         return {
             m.Attach: self._attach,
             m.Lookup: self._lookup,

@@ -9,7 +9,7 @@ from typing import TypeVar
 from kvass.common.clock import Clock
 from kvass.common.errors import Invalid
 from kvass.common.keys import ranges_of
-from kvass.common.rpc import Call
+from kvass.common.rpc.server import Call
 from kvass.common.transport.endpoints import Endpoints
 from kvass.common.wire import Message
 from kvass.kvstore.deliveries import Deliveries

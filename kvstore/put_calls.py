@@ -17,7 +17,7 @@ import anyio
 
 from kvass.common.block import BlockHeader
 from kvass.common.errors import Invalid, KvassError, Unavailable
-from kvass.common.rpc import Call, Handler
+from kvass.common.rpc.server import Call, Handler
 from kvass.common.transport.route import Way
 from kvass.common.wire import Done, Message
 from kvass.kvstore import messages as m
@@ -58,7 +58,7 @@ class PutCalls:
         self._lent: dict[str, Lent] = {}
 
     def handlers(self) -> Mapping[type[Message], Handler]:
-        """Return what an rpc.Server answers."""
+        """Return what an RPC server answers."""
         return {m.PutBegin: self._begin, m.PutCommit: self._commit, m.PutAbort: self._abort}
 
     def attached(self, session: str, way: Way) -> None:

@@ -8,13 +8,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import anyio
 import anyio.abc
 
-from kvass.common import rpc
 from kvass.common.bus import Command
 from kvass.common.clock import LoopClock
 from kvass.common.config import Config, StoreConfig
 from kvass.common.errors import Invalid
 from kvass.common.executor import ThreadExecutor
 from kvass.common.member import Member
+from kvass.common.rpc.hello import Hello
+from kvass.common.rpc.server import Server, listen
 from kvass.common.transport.identity import Identity
 from kvass.common.transport.nixl import open_endpoints
 from kvass.kvstore.index import Index, Limits
@@ -49,7 +50,7 @@ async def serve(
 
 
 @asynccontextmanager
-async def open_node(config: Config, hello: rpc.Hello) -> AsyncIterator[tuple[Node, str]]:
+async def open_node(config: Config, hello: Hello) -> AsyncIterator[tuple[Node, str]]:
     """Run a node and its listener, without membership; yields it with its address. asyncio only."""
     async with AsyncExitStack() as stack:
         slab = Slab(config.store.slab_bytes)
@@ -61,8 +62,8 @@ async def open_node(config: Config, hello: rpc.Hello) -> AsyncIterator[tuple[Nod
         stack.callback(executor.close)
         index = Index(slab.size, _limits(config.store, hello.start_id))
         node = Node(index, slab, endpoints, executor, LoopClock())
-        server = rpc.Server(hello, node.handlers(), on_leave=node.on_leave)
-        listener, address = await rpc.listen(config.host)
+        server = Server(hello, node.handlers(), on_leave=node.on_leave)
+        listener, address = await listen(config.host)
         await stack.enter_async_context(listener)
         tasks = await stack.enter_async_context(anyio.create_task_group())
         tasks.start_soon(node.run)

@@ -12,7 +12,6 @@ from contextlib import AsyncExitStack
 import anyio
 import anyio.abc
 
-from kvass.common import rpc
 from kvass.common.clock import LoopClock
 from kvass.common.config import Config
 from kvass.common.costs import Costs
@@ -23,6 +22,7 @@ from kvass.common.member import Member
 from kvass.common.metrics import BlockMetrics, PoolMetrics
 from kvass.common.model.engine import Engine, open_engine
 from kvass.common.pool.table import BlockTable
+from kvass.common.rpc.server import Call, Handler, Server, listen
 from kvass.common.wire import Done, Forget, Message, Prefill, PrefillProgress
 from kvass.common.worker import pool_load, watch_pool
 from kvass.kvstore.client import StoreClient, open_client
@@ -54,10 +54,10 @@ class Service:
         self._queue_requests = queue_requests
         self._clock = LoopClock()
 
-    def handlers(self) -> dict[type[Message], rpc.Handler]:
+    def handlers(self) -> dict[type[Message], Handler]:
         return {Prefill: self.prefill, Forget: self.forget}
 
-    async def prefill(self, call: rpc.Call) -> None:
+    async def prefill(self, call: Call) -> None:
         """Stream a job's progress; whatever ends this ends the job."""
         request = call.request
         assert isinstance(request, Prefill)
@@ -84,7 +84,7 @@ class Service:
         finally:
             self._loop.leave(ticket)
 
-    async def forget(self, call: rpc.Call) -> Done:
+    async def forget(self, call: Call) -> Done:
         """Drop unused blocks from the pool."""
         assert isinstance(call.request, Forget)
         self._engine.pool.forget([BlockKey(key) for key in call.request.keys])
@@ -163,13 +163,13 @@ async def serve(
         loop = PrefillLoop(scheduler, engine.runner, compute, resolver, costs)
         watch_pool(PoolMetrics(member.registry), engine.pool, loop.totals)
         await stack.enter_async_context(member)
-        listener, address = await rpc.listen(config.host)
+        listener, address = await listen(config.host)
         await stack.enter_async_context(listener)
         async with anyio.create_task_group() as tasks:
             service = Service(engine, loop, store, costs, queue_requests=worker.queue_requests)
             tasks.start_soon(member.follow, "store", lambda peers: store.set_nodes(nodes_of(peers)))
             tasks.start_soon(loop.run)
-            server = rpc.Server(member.hello, service.handlers())
+            server = Server(member.hello, service.handlers())
             tasks.start_soon(listener.serve, server.serve_connection)
             await member.announce(address)
             task_status.started(address)

@@ -15,13 +15,15 @@ import anyio
 import anyio.abc
 from prometheus_client import CollectorRegistry
 
-from kvass.common import errors, rpc, wire
+from kvass.common import errors, wire
 from kvass.common.clock import LoopClock
 from kvass.common.config import GatewayConfig
 from kvass.common.keys import Chain, Namespace, ranges_of
 from kvass.common.membership import ROLES, Load, NodeTable, Peer, Role
 from kvass.common.metrics import RequestMetrics
-from kvass.common.rpc import Call, Hello
+from kvass.common.rpc.dial import Dialer
+from kvass.common.rpc.hello import Hello
+from kvass.common.rpc.server import Call, Handler, Server, listen
 from kvass.common.wire import Delta, Done, Generate, Prefill, PrefillOver, PrefillProgress, Range
 from kvass.gateway.ask import Served
 from kvass.gateway.fleet import Admission, Fleet
@@ -83,13 +85,13 @@ class ScriptedWorker:
         return self.own_hello or hello(self.role, self.number)
 
     async def serve(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
-        handlers: dict[type[wire.Message], rpc.Handler] = {
+        handlers: dict[type[wire.Message], Handler] = {
             Generate: self._generate,
             Prefill: self._prefill,
             PrefillOver: self._prefill_over,
         }
-        server = rpc.Server(self.hello, handlers)
-        listener, self.address = await rpc.listen("127.0.0.1")
+        server = Server(self.hello, handlers)
+        listener, self.address = await listen("127.0.0.1")
         with self.scope:
             async with listener:
                 task_status.started()
@@ -280,7 +282,7 @@ async def a_stage(
         fleet = Fleet(
             served=served(),
             members=members,
-            dialer=rpc.Dialer(tasks, hello("gateway", 0), wire.Tags(wire.WORKER_REPLIES)),
+            dialer=Dialer(tasks, hello("gateway", 0), wire.Tags(wire.WORKER_REPLIES)),
             store=store,
             metrics=RequestMetrics(registry),
             config=config or GatewayConfig(prefill_tokens_min=8, body_bytes_max=20_000),

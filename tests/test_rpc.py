@@ -15,8 +15,14 @@ import anyio.abc
 import msgpack
 import pytest
 
-from kvass.common import errors, frames, rpc, wire
-from kvass.common.rpc import Call, Client, Hello
+from kvass.common import errors, wire
+from kvass.common.rpc import frames
+from kvass.common.rpc import hello as rpc_hello
+from kvass.common.rpc import server as rpc_server
+from kvass.common.rpc.client import ITEMS_BUFFERED, Client, open_client
+from kvass.common.rpc.dial import Dialer
+from kvass.common.rpc.hello import Hello
+from kvass.common.rpc.server import Call, Handler, Server, listen
 from kvass.common.wire import Message
 
 pytestmark = pytest.mark.anyio
@@ -79,12 +85,12 @@ class Worker:
     async def leave(self, peer: Hello) -> None:
         self.left.append(peer.member_id)
 
-    def server(self, ours: Hello) -> rpc.Server:
-        handlers: dict[type[Message], rpc.Handler] = {
+    def server(self, ours: Hello) -> Server:
+        handlers: dict[type[Message], Handler] = {
             wire.PrefillOver: self.over,
             wire.Generate: self.generate,
         }
-        return rpc.Server(ours, handlers, on_leave=self.leave)
+        return Server(ours, handlers, on_leave=self.leave)
 
 
 def generate(count: int, request_id: str = "r") -> wire.Generate:
@@ -101,7 +107,7 @@ def generate(count: int, request_id: str = "r") -> wire.Generate:
 @asynccontextmanager
 async def serving(ours: Hello | None = None) -> AsyncIterator[Worker]:
     worker = Worker()
-    listener, worker.address = await rpc.listen("127.0.0.1")
+    listener, worker.address = await listen("127.0.0.1")
     async with listener, anyio.create_task_group() as tasks:
         tasks.start_soon(listener.serve, worker.server(ours or hello()).serve_connection)
         yield worker
@@ -113,7 +119,7 @@ async def connected(
     worker: Worker, ours: Hello | None = None
 ) -> AsyncIterator[tuple[Client, anyio.abc.TaskGroup]]:
     async with anyio.create_task_group() as tasks:
-        dialer = rpc.Dialer(tasks, ours or hello("gateway"), REPLIES)
+        dialer = Dialer(tasks, ours or hello("gateway"), REPLIES)
         yield await dialer.client(worker.address), tasks
         await dialer.hang_up(worker.address)
 
@@ -206,13 +212,13 @@ async def test_leaving_a_stream_early_cancels_at_the_peer() -> None:
 async def test_a_slow_reader_loses_its_own_stream_only() -> None:
     async with serving() as worker, connected(worker) as (client, _):
         async with client.stream(generate(10**9, "slow"), deadline_s=5) as deltas:
-            await until(lambda: worker.sent > 2 * rpc.ITEMS_BUFFERED)
+            await until(lambda: worker.sent > 2 * ITEMS_BUFFERED)
             assert await over(client, "quick") == wire.Done()
             read = 0
             with pytest.raises(errors.Unavailable, match="faster than it was read"):
                 async for _ in deltas:
                     read += 1
-            assert read == rpc.ITEMS_BUFFERED
+            assert read == ITEMS_BUFFERED
         await until(lambda: worker.cancelled == ["slow"])  # it does not go on for nobody
 
 
@@ -238,7 +244,7 @@ async def test_a_lost_connection_fails_its_calls_and_cancels_its_handlers() -> N
 
 async def test_a_dialer_opens_a_new_connection_after_a_lost_one() -> None:
     async with serving() as worker, anyio.create_task_group() as tasks:
-        dialer = rpc.Dialer(tasks, hello("gateway"), REPLIES)
+        dialer = Dialer(tasks, hello("gateway"), REPLIES)
         first = await dialer.client(worker.address)
         assert await dialer.client(worker.address) is first
         await first.close()
@@ -260,7 +266,7 @@ async def test_members_that_disagree_are_refused_with_the_field(theirs: Hello, n
     async with serving(theirs) as worker:
         stream = await dialled(worker)
         with pytest.raises(errors.Incompatible) as caught:
-            await rpc.open_client(stream, hello("gateway"), REPLIES)
+            await open_client(stream, hello("gateway"), REPLIES)
         assert caught.value.field == name
         assert "decode d" in str(caught.value)
 
@@ -271,13 +277,13 @@ async def test_a_member_that_serves_any_model_is_never_refused() -> None:
 
 
 async def test_nobody_there() -> None:
-    listener, address = await rpc.listen("127.0.0.1")
+    listener, address = await listen("127.0.0.1")
     await listener.aclose()
     for where in (address, "nonsense", "127.0.0.1:notaport"):
         with pytest.raises(errors.Unavailable):
             async with anyio.create_task_group() as tasks:
                 try:
-                    await rpc.Dialer(tasks, hello(), REPLIES).client(where)
+                    await Dialer(tasks, hello(), REPLIES).client(where)
                 except errors.Unavailable as error:
                     caught = error
                     tasks.cancel_scope.cancel()
@@ -357,7 +363,7 @@ async def test_a_message_that_is_wrong_costs_its_call_only() -> None:
 
 
 async def test_too_many_calls_are_overload(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc, "CALLS_MAX", 2)
+    monkeypatch.setattr(rpc_server, "CALLS_MAX", 2)
     async with serving() as worker, connected(worker) as (client, _):
         async with anyio.create_task_group() as callers:
             for _ in range(2):
@@ -380,15 +386,15 @@ async def test_a_peer_that_hangs_does_not_hold_a_handler(monkeypatch: pytest.Mon
 
 
 async def test_a_server_that_says_nothing_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc, "HELLO_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(rpc_hello, "HELLO_TIMEOUT_S", 0.1)
 
     async def say_nothing(stream: anyio.abc.SocketStream) -> None:
         async with stream:
             await anyio.sleep_forever()
 
-    listener, address = await rpc.listen("127.0.0.1")
+    listener, address = await listen("127.0.0.1")
     async with listener, anyio.create_task_group() as tasks:
         tasks.start_soon(listener.serve, say_nothing)
         with pytest.raises(errors.Unavailable, match="said nothing"):
-            await rpc.Dialer(tasks, hello(), REPLIES).client(address)
+            await Dialer(tasks, hello(), REPLIES).client(address)
         tasks.cancel_scope.cancel()

@@ -17,7 +17,7 @@ import anyio
 
 from kvass.common.block import BlockLayout
 from kvass.common.config import Config, StoreConfig, TransportConfig
-from kvass.common.rpc import Hello
+from kvass.common.rpc.hello import Hello
 from kvass.common.transport.identity import own_identity
 from kvass.common.transport.route import Setting
 from kvass.kvstore.client import StoreClient, open_client

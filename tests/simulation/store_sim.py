@@ -21,7 +21,9 @@ from kvass.common.clock import LoopClock
 from kvass.common.errors import Unavailable
 from kvass.common.executor import InlineExecutor
 from kvass.common.keys import Chain, Namespace, Salt, ranges_of
-from kvass.common.rpc import Client, Hello, Server, open_client
+from kvass.common.rpc.client import Client, open_client
+from kvass.common.rpc.hello import Hello
+from kvass.common.rpc.server import Server
 from kvass.common.transport.identity import Identity
 from kvass.common.transport.memory import Attempt, Fabric, Fault, Outcome, region_of
 from kvass.common.transport.route import Setting

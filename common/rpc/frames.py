@@ -1,7 +1,7 @@
 """Frames on a byte stream: their form, their bounds, and errors as they cross the wire.
 
 A frame is a little-endian u32 length and one msgpack array [kind, call id, body]. It refuses to
-know what a call is; `rpc.py` does.
+know what a call is; `client.py` and `server.py` do.
 """
 
 from __future__ import annotations

@@ -1,0 +1,148 @@
+"""The answering side: calls of any number of connections, each in a task of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, NoReturn
+
+import anyio
+import anyio.abc
+
+from kvass.common import errors
+from kvass.common.rpc.frames import (
+    CALL,
+    CANCEL,
+    END,
+    ERROR,
+    ITEM,
+    LOST,
+    REPLY,
+    Connection,
+    Frames,
+    pack_error,
+)
+from kvass.common.rpc.hello import Hello, shake_hands
+from kvass.common.wire import Message, Tags
+
+CALLS_MAX = 1024  # per connection: a gateway's whole load on one worker, several times over
+
+
+class Call:
+    """One call as its handler sees it: the request, who asks, and a way to stream answers."""
+
+    __slots__ = ("_call_id", "_frames", "peer", "request")
+
+    def __init__(self, request: Message, peer: Hello, frames: Frames, call_id: int) -> None:
+        self.request = request
+        self.peer = peer
+        self._frames = frames
+        self._call_id = call_id
+
+    async def send(self, message: Message) -> None:
+        """Add one message to the answer's stream."""
+        await self._frames.send(ITEM, self._call_id, message)
+
+
+# A handler returns the reply of a unary call, or None after it has streamed everything.
+Handler = Callable[[Call], Awaitable[Message | None]]
+
+
+class Server:
+    """Answers calls on any number of connections.
+
+    `hello` is what this member says of itself. `handlers` maps request classes to handlers; each
+    call runs in a task of its own, under its connection's scope.
+    """
+
+    def __init__(
+        self,
+        hello: Hello,
+        handlers: Mapping[type[Message], Handler],
+        *,
+        on_leave: Callable[[Hello], Awaitable[None]] | None = None,
+    ) -> None:
+        self._hello = hello
+        self._tags = Tags(handlers)
+        self._handlers = dict(handlers)
+        self._on_leave = on_leave
+
+    async def serve_connection(self, stream: Connection) -> None:
+        """Serve one connection until it ends; a bad frame ends it, with the reason sent first."""
+        frames = Frames(stream)
+        peer: Hello | None = None
+        try:
+            async with stream:
+                try:
+                    peer = await shake_hands(frames, self._hello, answer_first=False)
+                    await self._serve_calls(frames, peer)
+                except errors.KvassError as error:
+                    with anyio.move_on_after(1.0, shield=True):
+                        await frames.send(ERROR, 0, pack_error(error))
+        except LOST:
+            pass  # the peer left, the ordinary end; or it connected and said nothing
+        finally:
+            if peer is not None and self._on_leave is not None:
+                with anyio.move_on_after(5.0, shield=True):
+                    await self._on_leave(peer)
+
+    async def _serve_calls(self, frames: Frames, peer: Hello) -> None:
+        """Run the calls of a connection until it ends; raises Invalid for a frame that is wrong."""
+        ended: Exception
+        async with anyio.create_task_group() as tasks:
+            try:
+                await self._start_calls(frames, peer, tasks)
+            except (*LOST, errors.KvassError) as error:
+                ended = error  # raised after the group, so that it stays what it is
+            tasks.cancel_scope.cancel()
+        raise ended
+
+    async def _start_calls(
+        self, frames: Frames, peer: Hello, tasks: anyio.abc.TaskGroup
+    ) -> NoReturn:
+        scopes: dict[int, anyio.CancelScope] = {}
+        while True:
+            kind, call_id, body = await frames.receive()
+            if kind == CANCEL:
+                if call_id in scopes:
+                    scopes[call_id].cancel()
+                continue
+            if kind != CALL or call_id in scopes:
+                raise errors.Invalid(f"frame kind {kind}, call {call_id}: not expected")
+            if len(scopes) >= CALLS_MAX:
+                busy = errors.Overloaded(f"{CALLS_MAX} calls are open on this connection")
+                await frames.send(ERROR, call_id, pack_error(busy))
+                continue
+            scopes[call_id] = anyio.CancelScope()
+            tasks.start_soon(self._run_call, frames, peer, call_id, body, scopes)
+
+    async def _run_call(
+        self,
+        frames: Frames,
+        peer: Hello,
+        call_id: int,
+        body: object,
+        scopes: dict[int, anyio.CancelScope],
+    ) -> None:
+        try:
+            with scopes[call_id]:
+                try:
+                    request = self._tags.decode(body)
+                    call = Call(request, peer, frames, call_id)
+                    reply = await self._handlers[type(request)](call)
+                    if reply is None:
+                        await frames.send(END, call_id, None)
+                    else:
+                        await frames.send(REPLY, call_id, reply)
+                except errors.KvassError as error:
+                    await frames.send(ERROR, call_id, pack_error(error))
+        except LOST:
+            pass  # nobody is left to answer; the connection's own task ends it
+        finally:
+            del scopes[call_id]
+
+
+async def listen(host: str, port: int = 0) -> tuple[Any, str]:
+    """Bind a TCP listener; return it with its `host:port` (port 0 picks a free one)."""
+    listener = await anyio.create_tcp_listener(local_host=host, local_port=port)
+    bound = listener.extra(anyio.abc.SocketAttribute.local_address)
+    return listener, f"{bound[0]}:{bound[1]}"
