@@ -1,13 +1,60 @@
-"""What the shells of prefill and decode workers share: the store's nodes, load and pool metrics."""
+"""What the shells of prefill and decode workers share: an engine on a thread of its own, a place in
+the cluster, load and pool metrics."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
+import anyio
+import anyio.abc
+
+from kvass.common.config import Config, WorkerConfig
 from kvass.common.costs import Costs
+from kvass.common.executor import ThreadExecutor
+from kvass.common.member import Member
 from kvass.common.metrics import PoolMetrics, read
-from kvass.common.model.engine import Engine
+from kvass.common.model.engine import Engine, open_engine
 from kvass.common.pool.pool import BlockPool
+from kvass.common.rpc.server import Handler, Server, listen
+from kvass.common.wire import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What a worker computes with, and the thread that it computes in."""
+
+    engine: Engine
+    compute: ThreadExecutor
+    costs: Costs
+
+
+@asynccontextmanager
+async def open_means(config: Config, worker: WorkerConfig, role: str) -> AsyncIterator[Means]:
+    """Open the engine in the thread that will use it; raises as `open_engine`."""
+    compute = ThreadExecutor("kvass-compute")
+    try:
+        engine = await compute.run(lambda: open_engine(config, worker, role))
+        yield Means(engine, compute, Costs(engine.tokens_per_s))
+    finally:
+        compute.close()
+
+
+async def serve_calls(
+    config: Config,
+    member: Member,
+    handlers: Mapping[type[Message], Handler],
+    task_status: anyio.abc.TaskStatus[str],
+) -> None:
+    """Answer calls until cancelled; the cluster and the starter hear of it once we listen."""
+    listener, address = await listen(config.host)
+    server = Server(member.hello, handlers)
+    async with listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, server.serve_connection)
+        await member.announce(address)
+        task_status.started(address)
 
 
 class Totals(Protocol):
@@ -17,9 +64,9 @@ class Totals(Protocol):
     computed_tokens: int
 
 
-def pool_load(engine: Engine, costs: Costs) -> dict[str, int | float | str]:
+def pool_load(means: Means) -> dict[str, int | float | str]:
     """Return the part of a load report that both workers make."""
-    pool = engine.pool
+    engine, costs, pool = means.engine, means.costs, means.engine.pool
     return {
         "total_blocks": pool.total,
         "used_blocks": pool.used,

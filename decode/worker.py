@@ -13,18 +13,16 @@ import anyio
 import anyio.abc
 
 from kvass.common.config import Config
-from kvass.common.costs import Costs
 from kvass.common.errors import DeadlineExceeded, Invalid, Overloaded
-from kvass.common.executor import ThreadExecutor
 from kvass.common.keys import BlockKey, Chain, Salt
 from kvass.common.member import Member
 from kvass.common.metrics import BlockMetrics, PoolMetrics
-from kvass.common.model.engine import Engine, open_engine
+from kvass.common.model.engine import Engine
 from kvass.common.model.tokenizer import Tokenizer
 from kvass.common.pool.table import BlockTable
-from kvass.common.rpc.server import Call, Handler, Server, listen
+from kvass.common.rpc.server import Call, Handler
 from kvass.common.wire import Delta, Done, Forget, Generate, Message, PrefillOver
-from kvass.common.worker import pool_load, watch_pool
+from kvass.common.worker import Means, open_means, pool_load, serve_calls, watch_pool
 from kvass.decode.fetch import Fetcher
 from kvass.decode.loop import DecodeLoop, Ticket
 from kvass.decode.offer import Offerer
@@ -168,20 +166,15 @@ async def serve(
     """Run a decode worker until cancelled; starts with its RPC address."""
     worker = config.decode
     async with AsyncExitStack() as stack:
-        compute = ThreadExecutor("kvass-compute")
-        stack.callback(compute.close)
-        engine = await compute.run(lambda: open_engine(config, worker, "decode"))
+        means = await stack.enter_async_context(open_means(config, worker, "decode"))
+        engine = means.engine
         tokenizer = Tokenizer.load(engine.model_dir)
-        costs = Costs(engine.tokens_per_s)
-        scheduler = Scheduler(
-            engine.pool, chunk_tokens=worker.chunk_tokens, batch_requests=worker.batch_requests
-        )
         member = Member(
             config,
             role="decode",
             member_id=member_id,
             cluster_fields=engine.fields,
-            load=lambda: _load(engine, loop, costs, worker.queue_requests),
+            load=lambda: _load(means, loop, worker.queue_requests),
         )
         store = await stack.enter_async_context(
             open_client(
@@ -192,13 +185,14 @@ async def serve(
                 metrics=BlockMetrics(member.registry),
             )
         )
+        scheduler = Scheduler(
+            engine.pool, chunk_tokens=worker.chunk_tokens, batch_requests=worker.batch_requests
+        )
         offerer = Offerer(store, engine.pool)
-        fetcher = Fetcher(store, costs, engine.layout.block_size)
-        loop = DecodeLoop(scheduler, engine.runner, compute, fetcher, offerer, costs)
+        fetcher = Fetcher(store, means.costs, engine.layout.block_size)
+        loop = DecodeLoop(scheduler, engine.runner, means.compute, fetcher, offerer, means.costs)
         watch_pool(PoolMetrics(member.registry), engine.pool, loop.totals)
         await stack.enter_async_context(member)
-        listener, address = await listen(config.host)
-        await stack.enter_async_context(listener)
         async with anyio.create_task_group() as tasks:
             service = Service(
                 engine, tokenizer, loop, store, tasks, queue_requests=worker.queue_requests
@@ -206,18 +200,13 @@ async def serve(
             tasks.start_soon(member.follow, "store", lambda peers: store.set_nodes(nodes_of(peers)))
             tasks.start_soon(offerer.run)
             tasks.start_soon(loop.run)
-            server = Server(member.hello, service.handlers())
-            tasks.start_soon(listener.serve, server.serve_connection)
-            await member.announce(address)
-            task_status.started(address)
+            await serve_calls(config, member, service.handlers(), task_status)
 
 
-def _load(
-    engine: Engine, loop: DecodeLoop, costs: Costs, queue_requests: int
-) -> dict[str, int | float | str]:
+def _load(means: Means, loop: DecodeLoop, queue_requests: int) -> dict[str, int | float | str]:
     """Return what this worker says of itself twice a second."""
     return {
-        **pool_load(engine, costs),
+        **pool_load(means),
         "running": len(loop.scheduler.admitted),
         "waiting": len(loop.scheduler.waiting),
         "waiting_max": queue_requests,

@@ -16,15 +16,14 @@ from kvass.common.clock import LoopClock
 from kvass.common.config import Config
 from kvass.common.costs import Costs
 from kvass.common.errors import DeadlineExceeded, Invalid, Overloaded
-from kvass.common.executor import ThreadExecutor
 from kvass.common.keys import BlockKey, Chain, Salt
 from kvass.common.member import Member
 from kvass.common.metrics import BlockMetrics, PoolMetrics
-from kvass.common.model.engine import Engine, open_engine
+from kvass.common.model.engine import Engine
 from kvass.common.pool.table import BlockTable
-from kvass.common.rpc.server import Call, Handler, Server, listen
+from kvass.common.rpc.server import Call, Handler
 from kvass.common.wire import Done, Forget, Message, Prefill, PrefillProgress
-from kvass.common.worker import pool_load, watch_pool
+from kvass.common.worker import Means, open_means, pool_load, serve_calls, watch_pool
 from kvass.kvstore.client import StoreClient, open_client
 from kvass.kvstore.placement import nodes_of
 from kvass.prefill.job import Resolver, Run
@@ -136,19 +135,14 @@ async def serve(
     """Run a prefill worker until cancelled; starts with its RPC address."""
     worker = config.prefill
     async with AsyncExitStack() as stack:
-        compute = ThreadExecutor("kvass-compute")
-        stack.callback(compute.close)
-        engine = await compute.run(lambda: open_engine(config, worker, "prefill"))
-        costs = Costs(engine.tokens_per_s)
-        scheduler = Scheduler(
-            chunk_tokens=worker.chunk_tokens, batch_requests=worker.batch_requests
-        )
+        means = await stack.enter_async_context(open_means(config, worker, "prefill"))
+        engine = means.engine
         member = Member(
             config,
             role="prefill",
             member_id=member_id,
             cluster_fields=engine.fields,
-            load=lambda: _load(engine, loop, costs, worker.queue_requests),
+            load=lambda: _load(means, loop, worker.queue_requests),
         )
         store = await stack.enter_async_context(
             open_client(
@@ -159,28 +153,26 @@ async def serve(
                 metrics=BlockMetrics(member.registry),
             )
         )
-        resolver = Resolver(store, costs, engine.layout.block_size, config.store.claim_s)
-        loop = PrefillLoop(scheduler, engine.runner, compute, resolver, costs)
+        scheduler = Scheduler(
+            chunk_tokens=worker.chunk_tokens, batch_requests=worker.batch_requests
+        )
+        resolver = Resolver(store, means.costs, engine.layout.block_size, config.store.claim_s)
+        loop = PrefillLoop(scheduler, engine.runner, means.compute, resolver, means.costs)
         watch_pool(PoolMetrics(member.registry), engine.pool, loop.totals)
         await stack.enter_async_context(member)
-        listener, address = await listen(config.host)
-        await stack.enter_async_context(listener)
         async with anyio.create_task_group() as tasks:
-            service = Service(engine, loop, store, costs, queue_requests=worker.queue_requests)
+            service = Service(
+                engine, loop, store, means.costs, queue_requests=worker.queue_requests
+            )
             tasks.start_soon(member.follow, "store", lambda peers: store.set_nodes(nodes_of(peers)))
             tasks.start_soon(loop.run)
-            server = Server(member.hello, service.handlers())
-            tasks.start_soon(listener.serve, server.serve_connection)
-            await member.announce(address)
-            task_status.started(address)
+            await serve_calls(config, member, service.handlers(), task_status)
 
 
-def _load(
-    engine: Engine, loop: PrefillLoop, costs: Costs, queue_requests: int
-) -> dict[str, int | float | str]:
+def _load(means: Means, loop: PrefillLoop, queue_requests: int) -> dict[str, int | float | str]:
     """Return what this worker says of itself twice a second."""
     return {
-        **pool_load(engine, costs),
+        **pool_load(means),
         "running": len(loop.scheduler.running),
         "waiting": len(loop.scheduler.waiting),
         "waiting_max": queue_requests,

@@ -5,134 +5,24 @@ Everything runs on both event loops: protocol code must not know which one it is
 
 from __future__ import annotations
 
-import struct
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-
 import anyio
 import anyio.abc
-import msgpack
 import pytest
 
 from kvass.common import errors, wire
-from kvass.common.rpc import frames
-from kvass.common.rpc import hello as rpc_hello
-from kvass.common.rpc import server as rpc_server
-from kvass.common.rpc.client import ITEMS_BUFFERED, Client, open_client
+from kvass.common.rpc.client import ITEMS_BUFFERED, open_client
 from kvass.common.rpc.dial import Dialer
 from kvass.common.rpc.hello import Hello
-from kvass.common.rpc.server import Call, Handler, Server, listen
-from kvass.common.wire import Message
+from kvass.common.rpc.server import listen
+from rpc_stage import CLUSTER, REPLIES, connected, dialled, generate, hello, over, serving, until
 
 pytestmark = pytest.mark.anyio
-
-REPLIES = wire.Tags(wire.WORKER_REPLIES)
-CLUSTER: dict[str, str | int] = {"block_tokens": 16, "kv_dtype": "fp8"}
 
 
 @pytest.fixture(params=["asyncio", "trio"])
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
-
-
-def hello(role: str = "decode", cluster: Mapping[str, str | int] = CLUSTER) -> Hello:
-    return Hello(role, f"{role}-0", "host", f"start-{role}", 1, dict(cluster))
-
-
-@dataclass
-class Worker:
-    """A server whose handlers do what the request's id says. Mutable: all fields."""
-
-    cancelled: list[str] = field(default_factory=list)
-    sent: int = 0
-    left: list[str] = field(default_factory=list)
-    address: str = ""
-
-    async def over(self, call: Call) -> Message:
-        assert isinstance(call.request, wire.PrefillOver)
-        wanted = call.request.request_id
-        if wanted == "hang":
-            try:
-                await anyio.sleep_forever()
-            finally:
-                self.cancelled.append(wanted)
-        raised: dict[str, errors.KvassError] = {
-            "invalid": errors.Invalid("no such thing", parameter="x", http_status=422),
-            "overloaded": errors.Overloaded("full", retry_after_s=2.5),
-            "unavailable": errors.Unavailable("left"),
-            "incompatible": errors.Incompatible("a", 1, 2, who="b"),
-            "corrupt": errors.BlockCorrupt("bits"),
-        }
-        if wanted in raised:
-            raise raised[wanted]
-        if wanted == "large":
-            return wire.Delta(text="x" * (wire.FRAME_BYTES_MAX + 1))
-        return wire.Done()
-
-    async def generate(self, call: Call) -> None:
-        assert isinstance(call.request, wire.Generate)
-        try:
-            for number in range(call.request.stop.max_tokens):
-                text = "x" * 65536 if call.request.request_id == "large" else ""
-                await call.send(wire.Delta(token_ids=(number,), text=text))
-                self.sent += 1
-        except anyio.get_cancelled_exc_class():
-            self.cancelled.append(call.request.request_id)
-            raise
-
-    async def leave(self, peer: Hello) -> None:
-        self.left.append(peer.member_id)
-
-    def server(self, ours: Hello) -> Server:
-        handlers: dict[type[Message], Handler] = {
-            wire.PrefillOver: self.over,
-            wire.Generate: self.generate,
-        }
-        return Server(ours, handlers, on_leave=self.leave)
-
-
-def generate(count: int, request_id: str = "r") -> wire.Generate:
-    return wire.Generate(
-        request_id=request_id,
-        tokens=(1,),
-        prompt_length=1,
-        sampling=wire.Sampling(),
-        stop=wire.Stop(max_tokens=count),
-        deadline_s=5.0,
-    )
-
-
-@asynccontextmanager
-async def serving(ours: Hello | None = None) -> AsyncIterator[Worker]:
-    worker = Worker()
-    listener, worker.address = await listen("127.0.0.1")
-    async with listener, anyio.create_task_group() as tasks:
-        tasks.start_soon(listener.serve, worker.server(ours or hello()).serve_connection)
-        yield worker
-        tasks.cancel_scope.cancel()
-
-
-@asynccontextmanager
-async def connected(
-    worker: Worker, ours: Hello | None = None
-) -> AsyncIterator[tuple[Client, anyio.abc.TaskGroup]]:
-    async with anyio.create_task_group() as tasks:
-        dialer = Dialer(tasks, ours or hello("gateway"), REPLIES)
-        yield await dialer.client(worker.address), tasks
-        await dialer.hang_up(worker.address)
-
-
-async def over(client: Client, request_id: str, *, deadline_s: float = 5.0) -> wire.Done:
-    return await client.call(wire.PrefillOver(request_id=request_id), deadline_s=deadline_s)
-
-
-async def until(true: object, *, within_s: float = 2.0) -> None:
-    assert callable(true)
-    with anyio.fail_after(within_s):
-        while not true():  # noqa: ASYNC110 (nothing tells of it)
-            await anyio.sleep(0.005)
 
 
 async def test_calls_and_streams_share_a_connection() -> None:
@@ -288,113 +178,3 @@ async def test_nobody_there() -> None:
                     caught = error
                     tasks.cancel_scope.cancel()
             raise caught
-
-
-def framed(value: object) -> bytes:
-    packed: bytes = msgpack.packb(value)
-    return struct.pack("<I", len(packed)) + packed
-
-
-HELLO = framed([frames.HELLO, 0, wire.unpack(wire.pack(hello("gateway")))])
-CALL = framed([frames.CALL, 1, {"t": "prefill_over", "request_id": "hang"}])
-
-
-async def dialled(worker: Worker) -> anyio.abc.SocketStream:
-    host, _, port = worker.address.rpartition(":")
-    return await anyio.connect_tcp(host, int(port))
-
-
-async def send_raw(worker: Worker, data: bytes) -> bytes:
-    """Send bytes, end the sending side, and return all that comes back."""
-    answer = b""
-    async with await dialled(worker) as stream:
-        try:
-            await stream.send(data)
-            await stream.send_eof()
-            while True:
-                answer += await stream.receive()
-        except (anyio.EndOfStream, anyio.BrokenResourceError, OSError):
-            return answer
-
-
-async def test_bytes_that_end_anywhere_leave_nothing_behind() -> None:
-    whole = HELLO + CALL
-    async with serving() as worker:
-        for size in range(len(whole) + 1):
-            await send_raw(worker, whole[:size])
-        await until(lambda: len(worker.left) == len(CALL) + 1)
-        assert worker.cancelled in ([], ["hang"])
-        async with connected(worker) as (client, _):
-            assert await over(client, "quick") == wire.Done()
-
-
-@pytest.mark.parametrize(
-    ("data", "reason"),
-    [
-        (b"GET / HTTP/1.1\r\n\r\n", "over"),
-        (struct.pack("<I", wire.FRAME_BYTES_MAX + 1), "over"),
-        (struct.pack("<I", 3) + b"\xc1\xc1\xc1", "not a msgpack frame"),
-        (framed([1, 2]), "array of three"),
-        (framed(["x", 0, None]), "must be integers"),
-        (framed([frames.CALL, 1, {}]), "first frame must be a hello"),
-        (framed([frames.HELLO, 0, {"role": "x"}]), "hello:"),
-        (HELLO + framed([frames.REPLY, 1, {}]), "not expected"),
-        (HELLO + CALL + CALL, "not expected"),
-        (HELLO + framed([7, 1, None]), "not expected"),
-    ],
-)
-async def test_bad_frames_end_their_connection_with_the_reason(data: bytes, reason: str) -> None:
-    async with serving() as worker:
-        assert reason in (await send_raw(worker, data)).decode("latin-1")
-        async with connected(worker) as (client, _):  # the listener and others go on
-            assert await over(client, "quick") == wire.Done()
-
-
-async def test_a_message_that_is_wrong_costs_its_call_only() -> None:
-    async with serving() as worker:
-        bad = framed([frames.CALL, 1, {"t": "prefill_over", "request_id": 7}])
-        good = framed([frames.CALL, 2, {"t": "prefill_over", "request_id": "quick"}])
-        async with await dialled(worker) as stream:
-            await stream.send(HELLO + bad + good)
-            answer = b""
-            with anyio.fail_after(5):
-                while not (b"Invalid" in answer and b"done" in answer):
-                    answer += await stream.receive()
-
-
-async def test_too_many_calls_are_overload(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc_server, "CALLS_MAX", 2)
-    async with serving() as worker, connected(worker) as (client, _):
-        async with anyio.create_task_group() as callers:
-            for _ in range(2):
-                callers.start_soon(over, client, "hang")
-            await until(lambda: len(client._waiting) == 2)
-            with pytest.raises(errors.Overloaded):
-                await over(client, "quick")
-            callers.cancel_scope.cancel()
-        await until(lambda: len(worker.cancelled) == 2)
-        assert await over(client, "quick") == wire.Done()
-
-
-async def test_a_peer_that_hangs_does_not_hold_a_handler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "SEND_TIMEOUT_S", 0.2)
-    async with serving() as worker:
-        large = wire.unpack(wire.pack(generate(10**9, "large")))
-        async with await dialled(worker) as stream:
-            await stream.send(HELLO + framed([frames.CALL, 1, large]))
-            await until(lambda: worker.left == ["gateway-0"])  # we never read
-
-
-async def test_a_server_that_says_nothing_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc_hello, "HELLO_TIMEOUT_S", 0.1)
-
-    async def say_nothing(stream: anyio.abc.SocketStream) -> None:
-        async with stream:
-            await anyio.sleep_forever()
-
-    listener, address = await listen("127.0.0.1")
-    async with listener, anyio.create_task_group() as tasks:
-        tasks.start_soon(listener.serve, say_nothing)
-        with pytest.raises(errors.Unavailable, match="said nothing"):
-            await Dialer(tasks, hello(), REPLIES).client(address)
-        tasks.cancel_scope.cancel()

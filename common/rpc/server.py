@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NoReturn
 
@@ -23,6 +24,8 @@ from kvass.common.rpc.frames import (
 )
 from kvass.common.rpc.hello import Hello, shake_hands
 from kvass.common.wire import Message, Tags
+
+_log = logging.getLogger(__name__)
 
 CALLS_MAX = 1024  # per connection: a gateway's whole load on one worker, several times over
 
@@ -126,7 +129,7 @@ class Server:
         try:
             with scopes[call_id]:
                 try:
-                    request = self._tags.decode(body)
+                    request = self._tags.decode(body)  # raises Invalid only
                     call = Call(request, peer, frames, call_id)
                     reply = await self._handlers[type(request)](call)
                     if reply is None:
@@ -135,10 +138,27 @@ class Server:
                         await frames.send(REPLY, call_id, reply)
                 except errors.KvassError as error:
                     await frames.send(ERROR, call_id, pack_error(error))
+                except LOST:
+                    raise
+                except Exception as error:
+                    if _breaks_an_invariant(error):
+                        raise
+                    what = type(request).__name__
+                    _log.exception("%s of %s %s met a bug", what, peer.role, peer.member_id)
+                    failure = errors.Unavailable(f"{what} met a bug, see the log here: {error!r}")
+                    await frames.send(ERROR, call_id, pack_error(failure))
         except LOST:
             pass  # nobody is left to answer; the connection's own task ends it
         finally:
             del scopes[call_id]
+
+
+def _breaks_an_invariant(error: Exception) -> bool:
+    """Whether the member's own state can be trusted no more: then its process must end, which
+    costs misses and resumed streams; any other bug costs the call that met it."""
+    if isinstance(error, ExceptionGroup):
+        return error.subgroup(AssertionError) is not None
+    return isinstance(error, AssertionError)
 
 
 async def listen(host: str, port: int = 0) -> tuple[Any, str]:

@@ -1,0 +1,150 @@
+"""Bad peers of RPC: frames that are wrong, bugs in handlers, peers that hang."""
+
+from __future__ import annotations
+
+import struct
+
+import anyio
+import anyio.abc
+import msgpack
+import pytest
+
+from kvass.common import errors, wire
+from kvass.common.rpc import frames
+from kvass.common.rpc import hello as rpc_hello
+from kvass.common.rpc import server as rpc_server
+from kvass.common.rpc.dial import Dialer
+from kvass.common.rpc.server import listen
+from rpc_stage import REPLIES, Worker, connected, dialled, generate, hello, over, serving, until
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def framed(value: object) -> bytes:
+    packed: bytes = msgpack.packb(value)
+    return struct.pack("<I", len(packed)) + packed
+
+
+HELLO = framed([frames.HELLO, 0, wire.unpack(wire.pack(hello("gateway")))])
+CALL = framed([frames.CALL, 1, {"t": "prefill_over", "request_id": "hang"}])
+
+
+async def send_raw(worker: Worker, data: bytes) -> bytes:
+    """Send bytes, end the sending side, and return all that comes back."""
+    answer = b""
+    async with await dialled(worker) as stream:
+        try:
+            await stream.send(data)
+            await stream.send_eof()
+            while True:
+                answer += await stream.receive()
+        except (anyio.EndOfStream, anyio.BrokenResourceError, OSError):
+            return answer
+
+
+async def test_bytes_that_end_anywhere_leave_nothing_behind() -> None:
+    whole = HELLO + CALL
+    async with serving() as worker:
+        for size in range(len(whole) + 1):
+            await send_raw(worker, whole[:size])
+        await until(lambda: len(worker.left) == len(CALL) + 1)
+        assert worker.cancelled in ([], ["hang"])
+        async with connected(worker) as (client, _):
+            assert await over(client, "quick") == wire.Done()
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "over"),
+        (struct.pack("<I", wire.FRAME_BYTES_MAX + 1), "over"),
+        (struct.pack("<I", 3) + b"\xc1\xc1\xc1", "not a msgpack frame"),
+        (framed([1, 2]), "array of three"),
+        (framed(["x", 0, None]), "must be integers"),
+        (framed([frames.CALL, 1, {}]), "first frame must be a hello"),
+        (framed([frames.HELLO, 0, {"role": "x"}]), "hello:"),
+        (HELLO + framed([frames.REPLY, 1, {}]), "not expected"),
+        (HELLO + CALL + CALL, "not expected"),
+        (HELLO + framed([7, 1, None]), "not expected"),
+    ],
+)
+async def test_bad_frames_end_their_connection_with_the_reason(data: bytes, reason: str) -> None:
+    async with serving() as worker:
+        assert reason in (await send_raw(worker, data)).decode("latin-1")
+        async with connected(worker) as (client, _):  # the listener and others go on
+            assert await over(client, "quick") == wire.Done()
+
+
+async def test_a_message_that_is_wrong_costs_its_call_only() -> None:
+    async with serving() as worker:
+        bad = framed([frames.CALL, 1, {"t": "prefill_over", "request_id": 7}])
+        good = framed([frames.CALL, 2, {"t": "prefill_over", "request_id": "quick"}])
+        async with await dialled(worker) as stream:
+            await stream.send(HELLO + bad + good)
+            answer = b""
+            with anyio.fail_after(5):
+                while not (b"Invalid" in answer and b"done" in answer):
+                    answer += await stream.receive()
+
+
+async def test_a_bug_costs_the_call_that_met_it_and_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with serving() as worker, connected(worker) as (client, _):
+        with pytest.raises(errors.Unavailable, match=r"PrefillOver met a bug.*nobody thought"):
+            await over(client, "bug")
+        assert "Traceback" in caplog.text and "PrefillOver of gateway gateway-0" in caplog.text
+        await over(client, "quick")
+
+
+async def test_a_broken_invariant_ends_the_server() -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        async with serving() as worker, connected(worker) as (client, _):
+            with pytest.raises(errors.Unavailable):
+                await over(client, "broken")
+            await anyio.sleep(1.0)
+    assert caught.group_contains(AssertionError, match="used != total")
+
+
+async def test_too_many_calls_are_overload(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc_server, "CALLS_MAX", 2)
+    async with serving() as worker, connected(worker) as (client, _):
+        async with anyio.create_task_group() as callers:
+            for _ in range(2):
+                callers.start_soon(over, client, "hang")
+            await until(lambda: len(client._waiting) == 2)
+            with pytest.raises(errors.Overloaded):
+                await over(client, "quick")
+            callers.cancel_scope.cancel()
+        await until(lambda: len(worker.cancelled) == 2)
+        assert await over(client, "quick") == wire.Done()
+
+
+async def test_a_peer_that_hangs_does_not_hold_a_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "SEND_TIMEOUT_S", 0.2)
+    async with serving() as worker:
+        large = wire.unpack(wire.pack(generate(10**9, "large")))
+        async with await dialled(worker) as stream:
+            await stream.send(HELLO + framed([frames.CALL, 1, large]))
+            await until(lambda: worker.left == ["gateway-0"])  # we never read
+
+
+async def test_a_server_that_says_nothing_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc_hello, "HELLO_TIMEOUT_S", 0.1)
+
+    async def say_nothing(stream: anyio.abc.SocketStream) -> None:
+        async with stream:
+            await anyio.sleep_forever()
+
+    listener, address = await listen("127.0.0.1")
+    async with listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, say_nothing)
+        with pytest.raises(errors.Unavailable, match="said nothing"):
+            await Dialer(tasks, hello(), REPLIES).client(address)
+        tasks.cancel_scope.cancel()
