@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import TypeVar
 
 import anyio
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from kvass.common import errors
 from kvass.common.rpc.frames import (
@@ -29,8 +29,47 @@ ITEMS_BUFFERED = 256  # per stream: a slow reader holds its sender, not the conn
 R = TypeVar("R", bound=Message)
 
 
+class _Answers:
+    """Frames of one call that have arrived and were not read yet. Mutable fields: all.
+
+    `is_over`: no more will come, since the call has ended, the connection has, or too many wait.
+    """
+
+    __slots__ = ("_frames", "_news", "is_over")
+
+    def __init__(self) -> None:
+        self._frames: deque[tuple[int, object]] = deque()
+        self._news = anyio.Event()
+        self.is_over = False
+
+    def put(self, kind: int, body: object) -> None:
+        """Add a frame. One more than fits ends the call: its reader is told after what is there."""
+        if self.is_over:
+            return
+        if len(self._frames) >= ITEMS_BUFFERED:
+            self.end()
+            return
+        self._frames.append((kind, body))
+        self._news.set()
+
+    def end(self) -> None:
+        """Let the reader read what is there, and no more."""
+        self.is_over = True
+        self._news.set()
+
+    async def next(self) -> tuple[int, object] | None:
+        """Return the next frame; None when no more will come."""
+        while not self._frames:
+            if self.is_over:
+                return None
+            if self._news.is_set():
+                self._news = anyio.Event()
+            await self._news.wait()
+        return self._frames.popleft()
+
+
 class Client:
-    """One connection to a peer. Open it with `connect`. Mutable fields: `_waiting`, `_next_id`,
+    """One connection to a peer. Open it with `open_client`. Mutable fields: `_waiting`, `_next_id`,
     `closed_because`.
 
     Safe to use from any number of tasks of one event loop.
@@ -39,7 +78,7 @@ class Client:
     def __init__(self, frames: Frames, peer: Hello, replies: Tags) -> None:
         self._frames = frames
         self._replies = replies
-        self._waiting: dict[int, MemoryObjectSendStream[tuple[int, object]]] = {}
+        self._waiting: dict[int, _Answers] = {}
         self._next_id = 1
         self.peer = peer
         self.closed_because: str | None = None
@@ -47,11 +86,18 @@ class Client:
     async def call(self, request: Request[R], *, deadline_s: float) -> R:
         """Send a request and return its reply; raises what the peer raised, DeadlineExceeded after
         `deadline_s` seconds, or Unavailable when the connection is lost."""
-        async with self._open(request, deadline_s=deadline_s) as answers:
-            kind, body = await self._next(answers, request)
-            if kind != REPLY:
-                raise errors.Unavailable(f"{self._who}: frame kind {kind} where a reply was due")
-            return self._replies.decode(body)  # type: ignore[return-value]
+        call_id, answers = self._begin()
+        try:
+            with anyio.move_on_after(deadline_s) as scope:
+                await self._ask(call_id, request)
+                kind, body = await self._next(answers, request)
+            if scope.cancelled_caught:
+                raise self._late(request, deadline_s)
+        finally:
+            await self._end(call_id)
+        if kind != REPLY:
+            raise errors.Unavailable(f"{self._who}: frame kind {kind} where a reply was due")
+        return self._replies.decode(body)  # type: ignore[return-value]
 
     @asynccontextmanager
     async def stream(
@@ -59,13 +105,18 @@ class Client:
     ) -> AsyncIterator[AsyncIterator[R]]:
         """Send a request and iterate over what is streamed back; leaving the context early cancels
         the call at the peer."""
-        async with self._open(request, deadline_s=deadline_s) as answers:
-            async with aclosing(self._items(answers, request)) as items:
-                yield items
+        call_id, answers = self._begin()
+        try:
+            with anyio.move_on_after(deadline_s) as scope:
+                await self._ask(call_id, request)
+                async with aclosing(self._items(answers, request)) as items:
+                    yield items
+            if scope.cancelled_caught:
+                raise self._late(request, deadline_s)
+        finally:
+            await self._end(call_id)
 
-    async def _items(
-        self, answers: MemoryObjectReceiveStream[tuple[int, object]], request: Request[R]
-    ) -> AsyncGenerator[R, None]:
+    async def _items(self, answers: _Answers, request: Request[R]) -> AsyncGenerator[R, None]:
         while True:
             kind, body = await self._next(answers, request)
             if kind == END:
@@ -76,53 +127,44 @@ class Client:
     def _who(self) -> str:
         return f"{self.peer.role} {self.peer.member_id}"
 
-    async def _next(
-        self, answers: MemoryObjectReceiveStream[tuple[int, object]], request: Message
-    ) -> tuple[int, object]:
-        try:
-            kind, body = await answers.receive()
-        except anyio.EndOfStream:
+    def _late(self, request: Message, deadline_s: float) -> errors.DeadlineExceeded:
+        what = type(request).__name__
+        return errors.DeadlineExceeded(f"{self._who} did not answer {what} in {deadline_s:.3g} s")
+
+    async def _next(self, answers: _Answers, request: Message) -> tuple[int, object]:
+        frame = await answers.next()
+        if frame is None:
             reason = self.closed_because or "it answered faster than it was read"
             raise errors.Unavailable(
                 f"{self._who} did not answer {type(request).__name__}: {reason}"
-            ) from None
+            )
+        kind, body = frame
         if kind == ERROR:
             raise unpack_error(body)
         return kind, body
 
-    @asynccontextmanager
-    async def _open(
-        self, request: Message, *, deadline_s: float
-    ) -> AsyncIterator[MemoryObjectReceiveStream[tuple[int, object]]]:
+    def _begin(self) -> tuple[int, _Answers]:
         if self.closed_because is not None:
             raise errors.Unavailable(f"{self._who}: {self.closed_because}")
         call_id, self._next_id = self._next_id, self._next_id + 1
-        send, receive = anyio.create_memory_object_stream[tuple[int, object]](ITEMS_BUFFERED)
-        self._waiting[call_id] = send
-        try:
-            with anyio.move_on_after(deadline_s) as scope, receive:
-                try:
-                    await self._frames.send(CALL, call_id, request)
-                except LOST as error:
-                    raise errors.Unavailable(f"{self._who}: {error!r}") from None
-                yield receive
-            if scope.cancelled_caught:
-                raise errors.DeadlineExceeded(
-                    f"{self._who} did not answer {type(request).__name__} in {deadline_s:.3g} s"
-                )
-        finally:
-            unfinished = self._waiting.pop(call_id, None)
-            if unfinished is not None:
-                unfinished.close()
-                if self.closed_because is None:
-                    with anyio.move_on_after(1.0, shield=True):
-                        await self._cancel(call_id)
+        answers = self._waiting[call_id] = _Answers()
+        return call_id, answers
 
-    async def _cancel(self, call_id: int) -> None:
+    async def _ask(self, call_id: int, request: Message) -> None:
         try:
-            await self._frames.send(CANCEL, call_id, None)
-        except LOST:
-            pass  # gone already, and its handlers with it
+            await self._frames.send(CALL, call_id, request)
+        except LOST as error:
+            raise errors.Unavailable(f"{self._who}: {error!r}") from None
+
+    async def _end(self, call_id: int) -> None:
+        """Forget a call; one that is not over is cancelled at the peer."""
+        if self._waiting.pop(call_id, None) is None or self.closed_because is not None:
+            return
+        with anyio.move_on_after(1.0, shield=True):
+            try:
+                await self._frames.send(CANCEL, call_id, None)
+            except LOST:
+                pass  # gone already, and its handlers with it
 
     async def run(self) -> None:
         """Receive frames until the connection ends; run it in the caller's task group."""
@@ -140,7 +182,7 @@ class Client:
         finally:
             self.closed_because = reason
             for waiting in self._waiting.values():
-                waiting.close()
+                waiting.end()
             self._waiting.clear()
             with anyio.move_on_after(1.0, shield=True):
                 await self._frames.stream.aclose()
@@ -150,19 +192,13 @@ class Client:
         await self._frames.stream.aclose()
 
     def _deliver(self, kind: int, call_id: int, body: object) -> None:
-        waiting = self._waiting.get(call_id)
-        if waiting is None:
+        answers = self._waiting.get(call_id)
+        if answers is None:
             return  # cancelled here while the answer was on its way
-        try:
-            waiting.send_nowait((kind, body))
-        except anyio.WouldBlock:
-            waiting.close()  # its reader is told when it has read what is buffered, and cancels
-        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-            pass  # its reader has left, or was too slow before
-        else:
-            if kind in (REPLY, END, ERROR):
-                waiting.close()
-                del self._waiting[call_id]
+        answers.put(kind, body)
+        if kind in (REPLY, END, ERROR) and not answers.is_over:
+            answers.end()
+            del self._waiting[call_id]
 
 
 async def open_client(stream: Connection, hello: Hello, replies: Tags) -> Client:

@@ -87,7 +87,7 @@ class Frames:
     def __init__(self, stream: Connection) -> None:
         self.stream = stream
         self._rest = bytearray()
-        self._lock = anyio.Lock()
+        self._lock = anyio.Lock(fast_acquire=True)
 
     async def send(self, kind: int, call_id: int, body: object) -> None:
         packed = wire.pack([kind, call_id, body])
