@@ -29,8 +29,8 @@ from kvass.kvstore.slab import Slab
 
 T = TypeVar("T")
 
-# Reading one part while the one before is hashed: large enough to amortise a transfer's set-up.
-PART_BYTES = 12 << 20
+# Between two parts of a long read leases are renewed, and what has come becomes visible.
+PART_BYTES = 32 << 20
 LEND_PAUSE_S = 0.002  # between two looks for free landing memory; doubled up to the next
 LEND_PAUSE_MAX_S = 0.05
 
@@ -68,9 +68,19 @@ class Deliveries:
         self._executor = executor
 
     async def read(
-        self, session: str, moves: Sequence[Move], addresses: Sequence[int], *, deadline_s: float
+        self,
+        session: str,
+        moves: Sequence[Move],
+        addresses: Sequence[int],
+        found: list[tuple[int, ...]],
+        *,
+        deadline_s: float,
     ) -> None:
-        """Copy a same-host writer's bytes into the slots of `moves`."""
+        """Copy a same-host writer's bytes into the slots of `moves`.
+
+        Adds the checksums of what is in each slot to `found`, in order: of all slots when this
+        returns, of those that are whole when it raises.
+        """
         assert self._endpoints.reader is not None
         base = self._slab.address
         copies = Copies(
@@ -78,10 +88,17 @@ class Deliveries:
             remote=np.array(addresses, dtype=np.uint64),
             sizes=np.array([move.size for move in moves], dtype=np.uint64),
         )
-        await self._endpoints.reader.read(session, copies, deadline_s=deadline_s)
 
-    async def take(self, lent: Lent, moves: Sequence[Move], *, deadline_s: float) -> None:
-        """Copy what arrived in a loan into the slots of `moves`; ends the loan."""
+        def in_place(count: int) -> None:
+            found.extend(self._sums(move) for move in moves[len(found) : count])
+
+        await self._endpoints.reader.read(session, copies, deadline_s=deadline_s, in_place=in_place)
+
+    async def take(
+        self, lent: Lent, moves: Sequence[Move], *, deadline_s: float
+    ) -> list[tuple[int, ...]]:
+        """Copy what arrived in a loan into the slots of `moves`; ends the loan. Returns the
+        checksums of what is in each slot."""
         loan = lent.loan
         try:
             await loan.arrived(deadline_s=deadline_s)
@@ -89,23 +106,22 @@ class Deliveries:
             loan.abandon()
             raise
         try:
-            await self._executor.run(lambda: self._copy(lent, moves))
+            return await self._executor.run(lambda: self._copy(lent, moves))
         finally:
             loan.settle()
 
-    def _copy(self, lent: Lent, moves: Sequence[Move]) -> None:
-        arrived = lent.loan.view()
+    def _copy(self, lent: Lent, moves: Sequence[Move]) -> list[tuple[int, ...]]:
+        arrived, found = lent.loan.view(), []
         for move in moves:
             offset = lent.offsets[move.entry.header.key]
             target = slice(move.offset, move.offset + move.size)
             self._slab.view[target] = arrived[offset : offset + move.size]
+            found.append(self._sums(move))
+        return found
 
-    async def sums(self, moves: Sequence[Move]) -> list[tuple[int, ...]]:
-        """Return the checksums of what is in the slots now, one a head group of each move."""
-        view = self._slab.view
-        return await self._executor.run(
-            lambda: [sums(view, m.offset, m.entry.group_size, len(m.groups)) for m in moves]
-        )
+    def _sums(self, move: Move) -> tuple[int, ...]:
+        """Return the checksums of what is in a slot now, one a head group."""
+        return sums(self._slab.view, move.offset, move.entry.group_size, len(move.groups))
 
     async def is_right(self, entry: Entry) -> bool:
         """Check a visible block against its header; the caller holds a lease on it."""

@@ -115,50 +115,51 @@ class _Batch:
             self.transfers.counts["lease_lost"] += not reply.held
 
     async def _read_leased(self, lease: m.Places, start_id: str) -> None:
-        """Read part by part in two lanes, so that one part is checked while the other is read."""
+        """Read part by part, and renew the lease between them when it is half over."""
         announced = self._announced(lease)
         addresses = dict(zip(lease.indices, lease.addresses, strict=True))
-        cut = parts(lease.indices, self.transfers.share)
-        left = iter(cut)
         renew_s = self.link.now_s() + lease.lease_s / 2
-        failures: list[KvassError] = []
+        for part in parts(lease.indices, self.transfers.share):
+            if self.link.now_s() >= renew_s:
+                renew_s = self.link.now_s() + lease.lease_s / 2
+                await self.link.tell(m.GetRenew(lease_id=lease.lease_id))
+            await self._read_part(start_id, part, [addresses[index] for index in part], announced)
 
-        async def lane() -> None:
-            nonlocal renew_s
-            for part in left:
-                if self.link.now_s() >= renew_s:
-                    renew_s = self.link.now_s() + lease.lease_s / 2
-                    await self.link.tell(m.GetRenew(lease_id=lease.lease_id))
-                try:
-                    await self._read_part(start_id, part, [addresses[index] for index in part])
-                except KvassError as error:
-                    failures.append(error)
-                    return
-                await self._check(part, announced)
-
-        async with anyio.create_task_group() as tasks:
-            if len(cut) > 1:
-                tasks.start_soon(lane)
-            await lane()
-        if failures:
-            raise failures[0]
-
-    async def _read_part(self, start_id: str, part: Sequence[int], sources: list[int]) -> None:
+    async def _read_part(
+        self,
+        start_id: str,
+        part: Sequence[int],
+        sources: Sequence[int],
+        announced: Mapping[int, tuple[int, ...]],
+    ) -> None:
+        """Read a part; each block is hashed in its slot as soon as it is there."""
         transfers = self.transfers
         assert transfers.endpoints.reader is not None
-        targets = transfers.places([self.slots[index] for index in part])
+        slots = [self.slots[index] for index in part]
         copies = Copies(
-            local=np.array(targets, dtype=np.uint64),
+            local=np.array(transfers.places(slots), dtype=np.uint64),
             remote=np.array(sources, dtype=np.uint64),
             sizes=np.full(len(part), transfers.share, dtype=np.uint64),
         )
-        await transfers.endpoints.reader.read(start_id, copies, deadline_s=self._left_s())
+        found: list[tuple[int, ...]] = []
 
-    async def _check(
-        self, indices: Sequence[int], announced: Mapping[int, tuple[int, ...]]
+        def in_place(count: int) -> None:
+            found.extend(transfers.sums(slots[len(found) : count]))
+
+        try:
+            await transfers.endpoints.reader.read(
+                start_id, copies, deadline_s=self._left_s(), in_place=in_place
+            )
+        finally:  # what came before a fault is there
+            self._judge(part[: len(found)], found, announced)
+
+    def _judge(
+        self,
+        indices: Sequence[int],
+        found: Sequence[tuple[int, ...]],
+        announced: Mapping[int, tuple[int, ...]],
     ) -> None:
-        slots = [self.slots[index] for index in indices]
-        found = await self.transfers.executor.run(lambda: self.transfers.sums(slots))
+        """Sort blocks that are in their slots by whether their checksums are right."""
         for index, checksums in zip(indices, found, strict=True):
             if checksums == announced[index]:
                 self.pulled.add(index)
@@ -188,21 +189,26 @@ class _Batch:
             places = await self.link.call(
                 request, deadline_s=request.deadline_s, limit_s=TRANSFER_S
             )
+            found: list[tuple[int, ...]] = []
             if places.indices:
                 await loan.arrived(deadline_s=self._left_s())
                 targets = [self.slots[index] for index in places.indices]
-                await transfers.executor.run(lambda: self._copy(loan, targets))
-        await self._check(places.indices, self._announced(places))
+                found = await transfers.executor.run(lambda: self._copy(loan, targets))
+            self._judge(places.indices, found, self._announced(places))
         if self.wrong:
             suspects = tuple(self.chain.keys[index] for index in self.wrong)
             await self.link.tell(m.GetEnd(lease_id=places.lease_id, corrupt=suspects))
 
-    def _copy(self, loan: Loan, slots: Sequence[int]) -> None:
-        landed = loan.view()
+    def _copy(self, loan: Loan, slots: Sequence[int]) -> list[tuple[int, ...]]:
+        """Copy what has landed into its slots, and hash each block there while the cache has it:
+        late bytes may still change the loan, never a slot."""
+        landed, found = loan.view(), []
         start, share = self.transfers.start, self.transfers.share
         for i, slot in enumerate(slots):
             block = np.frombuffer(landed, dtype=np.uint8, count=share, offset=i * share)
             self.transfers.memory.array[slot][start : start + share] = block
+            found += self.transfers.sums([slot])
+        return found
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ from kvass.common.errors import Invalid
 from kvass.common.transport.seam import Copies, Region
 
 RANGES_MAX = 65_536  # in one call: 12 GB of the default model's blocks, far over any landing buffer
-SLICE_BYTES = 16 << 20  # 2 ms of cross-memory attach: how often deadlines and peers are looked at
+SLICE_BYTES = 16 << 20  # 10 ms of loopback TCP: how often deadlines are looked at
 SLICE_RANGES = 1_024
 _ADDRESS_MAX = np.uint64(1 << 56)  # user space ends below, also with five-level page tables
 _SIZE_MAX = np.uint64(1 << 40)
@@ -60,26 +60,26 @@ def within(
     return inside
 
 
-def slices(copies: Copies) -> Iterator[Copies]:
-    """Yield pieces of `copies`, in order, none over SLICE_BYTES or SLICE_RANGES."""
-    copies = _cut(copies)
+def slices(copies: Copies, size: int = SLICE_BYTES) -> Iterator[Copies]:
+    """Yield pieces of `copies`, in order, none over `size` bytes or SLICE_RANGES."""
+    copies = _cut(copies, size)
     ends = np.cumsum(copies.sizes)
     first, taken = 0, 0
     while first < len(ends):
-        last = int(np.searchsorted(ends, np.uint64(taken + SLICE_BYTES), side="right"))
+        last = int(np.searchsorted(ends, np.uint64(taken + size), side="right"))
         last = min(last, first + SLICE_RANGES)
-        assert last > first, "a range over SLICE_BYTES was not cut"
+        assert last > first, "a range that is longer than a slice was not cut"
         piece = slice(first, last)
         yield Copies(copies.local[piece], copies.remote[piece], copies.sizes[piece])
         first, taken = last, int(ends[last - 1])
 
 
-def _cut(copies: Copies) -> Copies:
+def _cut(copies: Copies, size: int) -> Copies:
     """Cut ranges that are longer than a slice."""
     sizes = copies.sizes
-    if not len(sizes) or int(sizes.max()) <= SLICE_BYTES:
+    if not len(sizes) or int(sizes.max()) <= size:
         return copies
-    limit = np.uint64(SLICE_BYTES)
+    limit = np.uint64(size)
     pieces = ((sizes + limit - np.uint64(1)) // limit).astype(np.int64)
     owner = np.repeat(np.arange(len(sizes)), pieces)
     number = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)

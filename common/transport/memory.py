@@ -26,7 +26,14 @@ from kvass.common.transport.endpoints import Endpoints
 from kvass.common.transport.identity import Identity
 from kvass.common.transport.memory_landing import MemoryLanding, memory_card
 from kvass.common.transport.route import Setting
-from kvass.common.transport.seam import AttachRefused, Copies, EndpointCard, Region, TransportKind
+from kvass.common.transport.seam import (
+    AttachRefused,
+    Copies,
+    EndpointCard,
+    InPlace,
+    Region,
+    TransportKind,
+)
 
 Verb = Literal["read", "write"]
 # whole; failed: half the bytes, and an error; lost: half, and never an end; partial: half, and
@@ -219,7 +226,14 @@ class MemoryReader:
             raise AttachRefused(f"peer {card.start_id}: the kernel refuses cross-memory attach")
         self._peers.add(card)
 
-    async def read(self, start_id: str, copies: Copies, *, deadline_s: float) -> None:
+    async def read(
+        self,
+        start_id: str,
+        copies: Copies,
+        *,
+        deadline_s: float,
+        in_place: InPlace | None = None,
+    ) -> None:
         """Copy from an attached peer into own memory."""
         check(copies, self._regions)
         self._peers.get(start_id)
@@ -231,6 +245,8 @@ class MemoryReader:
         with anyio.move_on_after(deadline_s):
             await move.run(self._fabric.fault(attempt))
             self._fabric.member(start_id)
+            if in_place is not None:
+                in_place(len(copies.sizes))
             return
         raise DeadlineExceeded("the transfer did not end before its deadline")
 
@@ -263,7 +279,14 @@ class MemoryWriter:
         await anyio.lowlevel.checkpoint()
         self._peers.add(card)
 
-    async def read(self, start_id: str, copies: Copies, *, deadline_s: float) -> None:
+    async def read(
+        self,
+        start_id: str,
+        copies: Copies,
+        *,
+        deadline_s: float,
+        in_place: InPlace | None = None,
+    ) -> None:
         """Refuse, as TCP does."""
         raise Invalid("TCP only writes; lend a landing buffer and ask the holder to write")
 

@@ -16,6 +16,7 @@ to them may be reused as soon as they have returned or raised.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -66,6 +67,9 @@ class Region:
     size: int
 
 
+InPlace = Callable[[int], None]
+
+
 class Transport(Protocol):
     """One way to move bytes. Methods are safe to call from the event loop only."""
 
@@ -81,9 +85,19 @@ class Transport(Protocol):
         the card is the one already attached. Raises Unavailable."""
         ...
 
-    async def read(self, start_id: str, copies: Copies, *, deadline_s: float) -> None:
+    async def read(
+        self,
+        start_id: str,
+        copies: Copies,
+        *,
+        deadline_s: float,
+        in_place: InPlace | None = None,
+    ) -> None:
         """Copy remote ranges into own registered memory; returns when all bytes are in place.
 
+        `in_place(count)` is called, in whatever thread copies and before this returns, each time
+        that more of the first `count` ranges are whole: bytes are checked fastest while the cache
+        has them. It must be short and must not raise.
         `deadline_s` is seconds from now. Raises TransferFailed, DeadlineExceeded, Unavailable when
         the peer is not attached or its process is gone, Invalid for ranges outside registered
         memory.

@@ -18,7 +18,7 @@ from kvass.common.transport.copies import check, slices
 from kvass.common.transport.identity import Identity
 from kvass.common.transport.mover import Mover, Progress
 from kvass.common.transport.nixl_agent import Agent, tcp_backend
-from kvass.common.transport.seam import Copies, EndpointCard, Region, TransportKind
+from kvass.common.transport.seam import Copies, EndpointCard, InPlace, Region, TransportKind
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +74,14 @@ class TcpTransport:
         if known is None or known.card != card:
             await self._mover.call(lambda: self._attach(card))
 
-    async def read(self, start_id: str, copies: Copies, *, deadline_s: float) -> None:
+    async def read(
+        self,
+        start_id: str,
+        copies: Copies,
+        *,
+        deadline_s: float,
+        in_place: InPlace | None = None,
+    ) -> None:
         """Refuse: an emulated read hangs with its target and lands bytes after it was given up."""
         raise Invalid("TCP only writes; lend a landing buffer and ask the holder to write")
 

@@ -81,9 +81,17 @@ async def test_read_over_cma_brings_the_right_bytes(
 ) -> None:
     assert await own.way_to(peer.card) == "read"
     await peer.ask("fill_blocks", BLOCK)
-    await reader_of(own).read(peer.card.start_id, blocks(array, peer, 64), deadline_s=5)
-    found = array[: 64 * BLOCK].reshape(64, BLOCK)
-    assert (found == np.arange(64, dtype=np.uint8)[::-1, None]).all()
+    found, right = array[: 64 * BLOCK].reshape(64, BLOCK), np.arange(64, dtype=np.uint8)[::-1]
+    counts: list[int] = []
+
+    def in_place(count: int) -> None:
+        assert (found[:count] == right[:count, None]).all()
+        counts.append(count)
+
+    copies = blocks(array, peer, 64)
+    await reader_of(own).read(peer.card.start_id, copies, deadline_s=5, in_place=in_place)
+    assert (found == right[:, None]).all()
+    assert counts == sorted(counts) and counts[-1] == 64 and len(counts) > 4
     assert (array[64 * BLOCK :] == 5).all()
 
 
