@@ -32,8 +32,6 @@ from rich.table import Table
 from kvass.common import config as configuration
 from kvass.common.keys import Chain, Namespace, ranges_of
 from kvass.common.model.fetch import resolve_model
-from kvass.common.model.identity import cluster_fields
-from kvass.common.model.spec import load_spec
 from kvass.common.model.tokenizer import Tokenizer
 from kvass.common.rpc.dial import Dialer
 from kvass.common.rpc.hello import Hello
@@ -60,7 +58,8 @@ WORDS = (
 class Figure:
     """One measured value and, where it means something, what it is compared with.
 
-    `limit`: the greatest value that meets the target, for the table only.
+    For the table only: `limit`, the greatest value that meets the target, or `least_ratio`, the
+    smallest ratio that does.
     """
 
     name: str
@@ -69,10 +68,23 @@ class Figure:
     reference: str = ""
     reference_value: float | None = None
     limit: float | None = None
+    least_ratio: float | None = None
 
     @property
     def ratio(self) -> float | None:
         return self.value / self.reference_value if self.reference_value else None
+
+    @property
+    def target(self) -> str:
+        if self.least_ratio is not None:
+            return f"ratio ≥ {self.least_ratio:.2f}"
+        return "" if self.limit is None else f"≤ {self.limit:.3f}"
+
+    @property
+    def met(self) -> str:
+        if self.least_ratio is not None:
+            return "yes" if (self.ratio or 0.0) >= self.least_ratio else "no"
+        return "" if self.limit is None else ("yes" if self.value <= self.limit else "no")
 
     def as_json(self) -> dict[str, str | float | None]:
         return {
@@ -85,12 +97,17 @@ class Figure:
         }
 
 
+def parser(question: str) -> argparse.ArgumentParser:
+    """Return a parser of what every benchmark takes: `--json FILE` and `--quick`."""
+    made = argparse.ArgumentParser(description=question)
+    made.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
+    made.add_argument("--quick", action="store_true", help="fewer repetitions: under a minute")
+    return made
+
+
 def options(question: str) -> argparse.Namespace:
-    """Parse what every benchmark takes: `--json FILE` and `--quick`."""
-    parser = argparse.ArgumentParser(description=question)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions: under a minute")
-    return parser.parse_args()
+    """Parse what every benchmark takes."""
+    return parser(question).parse_args()
 
 
 def report(title: str, figures: Sequence[Figure], path: Path | None) -> None:
@@ -105,8 +122,8 @@ def report(title: str, figures: Sequence[Figure], path: Path | None) -> None:
             figure.reference,
             "" if figure.reference_value is None else f"{figure.reference_value:.3f}",
             "" if figure.ratio is None else f"{figure.ratio:.2f}",
-            "" if figure.limit is None else f"≤ {figure.limit:.3f}",
-            "" if figure.limit is None else ("yes" if figure.value <= figure.limit else "no"),
+            figure.target,
+            figure.met,
         )
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     if path is not None:
@@ -191,7 +208,6 @@ class Served:
     name: str
     folder: Path
     tokenizer: Tokenizer
-    namespace: Namespace
     block_tokens: int
 
     @classmethod
@@ -199,12 +215,10 @@ class Served:
         """Read the default model with the default settings: what `cluster()` serves."""
         settings = configuration.load().cluster
         folder = resolve_model(settings.model, progress=True)
-        fields = cluster_fields(folder, load_spec(folder), settings)
         return cls(
             name=settings.model,
             folder=folder,
             tokenizer=Tokenizer.load(folder),
-            namespace=Namespace(bytes.fromhex(str(fields["namespace"]))),
             block_tokens=settings.block_tokens,
         )
 
@@ -217,12 +231,6 @@ class Served:
             ids = self.tokenizer.encode(text)
             if len(ids) >= tokens:
                 return ids[:tokens]
-
-    def chain(self, tokens: Sequence[int]) -> Chain:
-        """Return the block names of a prompt, as the cluster derives them."""
-        chain = Chain(self.namespace, self.block_tokens)
-        chain.extend(tokens)
-        return chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,10 +278,19 @@ async def complete(
 class Control:
     """Makes members lose blocks. Open it with `control`."""
 
-    def __init__(self, workers: Sequence[str], dialer: Dialer, store: StoreClient) -> None:
+    def __init__(
+        self, namespace: Namespace, workers: Sequence[str], dialer: Dialer, store: StoreClient
+    ) -> None:
+        self._namespace = namespace
         self._workers = workers
         self._dialer = dialer
         self._store = store
+
+    def chain(self, tokens: Sequence[int]) -> Chain:
+        """Return the block names of a prompt, as the cluster derives them."""
+        chain = Chain(self._namespace, configuration.load().cluster.block_tokens)
+        chain.extend(tokens)
+        return chain
 
     async def forget(self, keys: Sequence[bytes]) -> None:
         """Drop blocks from every worker's own pool."""
@@ -299,7 +316,8 @@ class Control:
 @asynccontextmanager
 async def control(client: httpx.AsyncClient) -> AsyncIterator[Control]:
     """Connect to every member that the gateway lists."""
-    members = (await client.get("/v1/cluster")).json()["members"]
+    overview = (await client.get("/v1/cluster")).json()
+    members, namespace = overview["members"], Namespace(bytes.fromhex(overview["namespace"]))
     hello = Hello("bench", "bench-0", "bench", uuid.uuid4().hex, os.getpid(), cluster={})
     async with anyio.create_task_group() as tasks:
         store = StoreClient(hello, tasks)
@@ -311,5 +329,5 @@ async def control(client: httpx.AsyncClient) -> AsyncIterator[Control]:
             ]
         )
         workers = [each["address"] for each in members if each["role"] in ("prefill", "decode")]
-        yield Control(workers, Dialer(tasks, hello, Tags(WORKER_REPLIES)), store)
+        yield Control(namespace, workers, Dialer(tasks, hello, Tags(WORKER_REPLIES)), store)
         tasks.cancel_scope.cancel()

@@ -1,0 +1,229 @@
+"""How fast does a get of 64 blocks from another process come, beside a plain copy of as many bytes?
+
+A node and this process exchange blocks of the default model in fp8. A get is what a worker's pull
+is: lease, transfer, checksum of every block in its slot. Both sides' memory is touched before, and
+no get uses bytes that a cache may still have: they come from, and go to, all of a working set of
+512 MiB in turn. The references are measured in turn with the gets: over cross-memory attach, the
+same 64 copies by one core's `memcpy` within this process; over TCP, as many bytes sent by one
+process into a plain loopback socket and received by this one, into the same slots.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import multiprocessing
+import socket
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+import rig
+from kvass.common.block import BlockLayout
+from kvass.common.config import Config, StoreConfig, TransportConfig
+from kvass.common.keys import Chain, Namespace
+from kvass.common.pool.memory import SlotMemory
+from kvass.common.rpc.hello import Hello
+from kvass.common.transport.identity import own_identity
+from kvass.common.transport.route import Setting
+from kvass.kvstore.client import StoreClient, open_client
+from kvass.kvstore.placement import StoreNode
+from kvass.kvstore.service import open_node
+from rig import Figure
+
+# The default model's: 30 layers, 3 KV heads of 64.
+LAYOUT = BlockLayout(layers=30, kv_heads=3, head_dim=64, block_tokens=16, kv_dtype="fp8")
+BLOCKS = 64  # of one get
+WORKING_SET_BYTES = 512 << 20
+QUICK_WORKING_SET_BYTES = 128 << 20
+ROUNDS = 4  # through the working set
+DEADLINE_S = 10.0
+
+
+def config_of(kind: Setting, slab_bytes: int) -> Config:
+    transport = TransportConfig(kind=kind)
+    return Config(transport=transport, store=StoreConfig(slab_bytes=slab_bytes))
+
+
+def hello_of(role: str) -> Hello:
+    who = own_identity()
+    return Hello(role, f"{role}-0", who.host_id, who.start_id, who.pid, {})
+
+
+def chains(count: int) -> list[Chain]:
+    """Return chains that share no block."""
+    made = []
+    for number in range(count):
+        chain = Chain(Namespace(b"t" * 32), LAYOUT.block_tokens)
+        chain.extend([number, *range(1, BLOCKS * LAYOUT.block_tokens)])
+        made.append(chain)
+    return made
+
+
+# --- the other process ----------------------------------------------------------------------------
+
+
+def run_node(pipe: Connection, config: Config) -> None:
+    """A store node, until it is killed."""
+
+    async def main() -> None:
+        async with open_node(config, hello_of("store")) as (_, address):
+            pipe.send(address)
+            await asyncio.sleep(1e6)
+
+    asyncio.run(main())
+
+
+def run_sender(pipe: Connection, rows: int) -> None:
+    """Send row after row of a working set into a socket, one for each byte that comes back."""
+    source = np.full((rows, BLOCKS * LAYOUT.block_size), 7, dtype=np.uint8)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        pipe.send(server.getsockname()[1])
+        connection, _ = server.accept()
+        with connection:
+            for number in range(1 << 30):
+                if not connection.recv(1):
+                    return
+                connection.sendall(source[number % rows])
+
+
+@contextlib.contextmanager
+def process(target: Callable[..., None], *arguments: object) -> Iterator[Any]:
+    """Run `target` in a process of its own; yields what it says first."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=target, args=(theirs, *arguments), daemon=True)
+    child.start()
+    theirs.close()  # so that a child that dies is an end, not a silence
+    try:
+        yield ours.recv()
+    finally:
+        child.kill()
+        child.join()
+
+
+# --- the references -------------------------------------------------------------------------------
+
+
+class Memcpy:
+    """Copies of single blocks within this process, by one core."""
+
+    def __init__(self, rows: int) -> None:
+        self._source = SlotMemory(LAYOUT, rows * BLOCKS)
+        self._source.array[:] = 7
+
+    def copy_s(self, target: SlotMemory, row: int) -> float:
+        source = self._source
+        slots = range(row * BLOCKS, (row + 1) * BLOCKS)
+        pairs = [(target.address_of(slot), source.address_of(slot)) for slot in slots]
+        started_s = time.perf_counter()
+        for to, of in pairs:
+            ctypes.memmove(to, of, LAYOUT.block_size)
+        return time.perf_counter() - started_s
+
+
+def receive_s(connection: socket.socket, target: SlotMemory, row: int) -> float:
+    """Return the seconds from asking for a row to its last byte in the slots."""
+    slots = target.array[row * BLOCKS : (row + 1) * BLOCKS].reshape(-1).data
+    started_s = time.perf_counter()
+    connection.sendall(b"?")
+    place = 0
+    while place < len(slots):
+        place += connection.recv_into(slots[place:])
+    return time.perf_counter() - started_s
+
+
+# --- the gets -------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def filled_store(
+    kind: Setting, address: str, memory: SlotMemory, names: list[Chain]
+) -> AsyncIterator[StoreClient]:
+    """Yield a client of a node that has every chain's blocks."""
+    async with open_client(
+        TransportConfig(kind=kind), hello_of("decode"), memory=memory, layout=LAYOUT
+    ) as store:
+        store.set_nodes([StoreNode("store-0", address, 1 << 30)])
+        for row, chain in enumerate(names):
+            slots = range(row * BLOCKS, (row + 1) * BLOCKS)
+            memory.array[slots.start : slots.stop] = row
+            result = await store.push(
+                chain, range(BLOCKS), slots, hold_owner=None, tenant="", deadline_s=DEADLINE_S
+            )
+            assert len(result.stored) == BLOCKS, result
+        yield store
+
+
+async def get_s(store: StoreClient, chain: Chain, memory: SlotMemory, row: int) -> float:
+    """Return the seconds of one get, which must be whole."""
+    slots = range(row * BLOCKS, (row + 1) * BLOCKS)
+    started_s = time.perf_counter()
+    there = await store.pull(chain, range(BLOCKS), slots, deadline_s=DEADLINE_S)
+    taken_s = time.perf_counter() - started_s
+    assert len(there) == BLOCKS, f"{len(there)} of {BLOCKS} blocks came"
+    await asyncio.sleep(0.002)  # the lease is given back after the get, and before the next one
+    return taken_s
+
+
+async def measure(
+    kind: Setting, rows: int, rounds: int, reference_s: Callable[[SlotMemory, int], float]
+) -> tuple[list[float], list[float]]:
+    """Return the seconds of every get and of every reference, taken in turn."""
+    names = chains(rows)
+    memory = SlotMemory(LAYOUT, rows * BLOCKS)
+    gets, references = [], []
+    slab_bytes = (rows + 2) * BLOCKS * LAYOUT.block_size + (64 << 20)
+    with process(run_node, config_of(kind, slab_bytes)) as address:
+        async with filled_store(kind, address, memory, names) as store:
+            for number in range(rounds * rows):
+                row = number % rows
+                references.append(reference_s(memory, (row + rows // 2) % rows))
+                gets.append(await get_s(store, names[row], memory, row))
+    return gets, references
+
+
+def figures(rows: int, rounds: int) -> list[Figure]:
+    size = BLOCKS * LAYOUT.block_size
+
+    def rate(times_s: list[float]) -> float:
+        return size / statistics.median(times_s) / 1e9
+
+    gets, copies = asyncio.run(measure("cma", rows, rounds, Memcpy(rows).copy_s))
+    made = [
+        Figure(
+            "get over cross-memory attach", rate(gets), "GB/s", "memcpy by one core",
+            rate(copies), least_ratio=0.45,
+        )
+    ]  # fmt: skip
+    with process(run_sender, rows) as port, socket.create_connection(("127.0.0.1", port)) as plain:
+        gets, copies = asyncio.run(
+            measure("tcp", rows, rounds, lambda memory, row: receive_s(plain, memory, row))
+        )
+    made.append(
+        Figure(
+            "get over TCP", rate(gets), "GB/s", "a plain loopback socket",
+            rate(copies), least_ratio=0.6,
+        )
+    )  # fmt: skip
+    return made
+
+
+def main() -> int:
+    given = rig.options((__doc__ or "").splitlines()[0])
+    working_set = QUICK_WORKING_SET_BYTES if given.quick else WORKING_SET_BYTES
+    rows = working_set // (BLOCKS * LAYOUT.block_size)
+    made = figures(rows, 1 if given.quick else ROUNDS)
+    title = f"{BLOCKS} blocks of {LAYOUT.block_size:,} bytes, working set {working_set >> 20} MiB"
+    rig.report(f"{title}, medians", made, given.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
