@@ -13,8 +13,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import anyio
-
 from kvass.common.block import BlockHeader
 from kvass.common.errors import Invalid, KvassError, Unavailable
 from kvass.common.rpc.server import Call, Handler
@@ -126,18 +124,21 @@ class PutCalls:
 
     async def _lend(self, order: PutOrder, granted: Sequence[bytes]) -> m.LoanCard | None:
         """Lend memory for the granted shares; give the put up when there is none."""
-        known = self._lent.get(order.put_id)
-        if known is not None:  # asked again: the answer was lost
-            return m.card_of(known.loan) if list(known.offsets) == list(granted) else None
         share = len(order.groups) * order.headers[0].length // order.head_groups
         loan = None
         try:
-            size = share * len(granted)
-            loan = await borrow(self._state.endpoints, size, deadline_s=LEND_WAIT_S)
+            if order.put_id not in self._lent:
+                size = share * len(granted)
+                loan = await borrow(self._state.endpoints, size, deadline_s=LEND_WAIT_S)
         finally:
-            if loan is None:
+            if loan is None and order.put_id not in self._lent:
                 self._state.index.put_abort(order.put_id, order.session, self._state.now_s())
                 self._state.notify()
+        known = self._lent.get(order.put_id)
+        if known is not None:  # asked again, before or while this call waited for memory
+            if loan is not None:
+                loan.settle()
+            return m.card_of(known.loan) if list(known.offsets) == list(granted) else None
         if loan is None:
             return None
         offsets = {key: i * share for i, key in enumerate(granted)}
@@ -188,37 +189,35 @@ class PutCalls:
         """Take what a TCP writer has written into its loan."""
         blocks = list(coming)
         moves = [block.move for block in blocks]
-        await self._state.deliveries.take(lent, moves, deadline_s=deadline_s)
-        await self._check(coming, blocks, outcome)
+        found = await self._state.deliveries.take(lent, moves, deadline_s=deadline_s)
+        self._judge(coming, blocks, found, outcome)
 
     async def _read(
         self, session: str, coming: dict[_Coming, None], outcome: _Outcome, deadline_s: float
     ) -> None:
-        """Read a same-host writer's slots, part by part; each part is checked while the next
-        ones are read."""
-        failures: list[KvassError] = []
-
-        async def one(part: Sequence[_Coming]) -> None:
-            moves, addresses = [b.move for b in part], [b.address for b in part]
-            try:
-                await self._state.deliveries.read(session, moves, addresses, deadline_s=deadline_s)
-            except KvassError as error:
-                failures.append(error)
-            else:
-                await self._check(coming, part, outcome)
-
+        """Read a same-host writer's slots, part by part; each block is hashed as it comes."""
         blocks = list(coming)
-        async with anyio.create_task_group() as tasks:
-            for part in parts(blocks, blocks[0].move.size) if blocks else ():
-                tasks.start_soon(one, part)
-        if failures:
-            raise failures[0]
+        for part in parts(blocks, blocks[0].move.size) if blocks else ():
+            found: list[tuple[int, ...]] = []
+            try:
+                await self._state.deliveries.read(
+                    session,
+                    [block.move for block in part],
+                    [block.address for block in part],
+                    found,
+                    deadline_s=deadline_s,
+                )
+            finally:  # what came before a fault is there
+                self._judge(coming, part[: len(found)], found, outcome)
 
-    async def _check(
-        self, coming: dict[_Coming, None], blocks: Sequence[_Coming], outcome: _Outcome
+    def _judge(
+        self,
+        coming: dict[_Coming, None],
+        blocks: Sequence[_Coming],
+        found: Sequence[tuple[int, ...]],
+        outcome: _Outcome,
     ) -> None:
         """Compare what is in the slots with what was announced, and end the moves."""
-        found = await self._state.deliveries.sums([block.move for block in blocks])
         for block, checksums in zip(blocks, found, strict=True):
             if checksums != block.announced:
                 self._state.faults["put_corrupt"] += 1
