@@ -60,7 +60,7 @@ def measure(count: int) -> dict[str, list[teacher.Disagreement]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     parser.add_argument("--quick", action="store_true", help="4 texts instead of 20")
     arguments = parser.parse_args()
     count = 4 if arguments.quick else 20

@@ -68,7 +68,7 @@ async def repetition(
     client: httpx.AsyncClient, control: rig.Control, served: rig.Served, prompt: Sequence[int]
 ) -> dict[str, Answer]:
     """Take one fresh prompt through all states."""
-    chain = served.chain(prompt)
+    chain = control.chain(prompt)
     first = (len(chain.keys) - GAP_BLOCKS) // 2
     middle = chain.keys[first : first + GAP_BLOCKS]
     answers = {}

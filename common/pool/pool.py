@@ -112,8 +112,8 @@ class BlockPool:
                 self._free.append(slot)
 
     def forget(self, keys: Sequence[BlockKey] = ()) -> int:
-        """Drop unused blocks: those named, or all. Returns how many went."""
-        nodes = [self._radix.get(key) for key in (keys or self._radix.keys())]
+        """Drop unused blocks: those named, once or more, or all. Returns how many went."""
+        nodes = [self._radix.get(key) for key in dict.fromkeys(keys or self._radix.keys())]
         unused = [node for node in nodes if node is not None and node.refs == 0]
         for node in unused:
             del self._names[node.slot]
