@@ -161,9 +161,17 @@ def _validate(config: Config) -> None:
             raise Invalid(f"store.{name}_share is {share}; expected between 0 and 1")
 
 
+# See model/identity.py; "namespace" depends on "device_kind".
+_WORKERS_KNOW = frozenset({"device_kind", "namespace"})
+
+
 def difference(ours: Mapping[str, object], theirs: Mapping[str, object]) -> str | None:
-    """Return the first field, in name order, in which two members' cluster values differ."""
-    for name in sorted(ours.keys() | theirs.keys()):
+    """Return the first field, in name order, in which two members' cluster values differ.
+
+    What only workers know is compared where both say it.
+    """
+    names = ours.keys() | theirs.keys()
+    for name in sorted(names - (_WORKERS_KNOW - (ours.keys() & theirs.keys()))):
         if ours.get(name) != theirs.get(name):
             return name
     return None

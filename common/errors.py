@@ -73,9 +73,11 @@ class Incompatible(KvassError):
     http_status = 503
 
     def __init__(self, field: str, ours: object, theirs: object, *, who: str) -> None:
+        mend = f"start every member of a cluster with the same value of {field}"
+        if field == "device_kind":
+            mend = "run the workers of a cluster on one kind of machine, with one version of torch"
         super().__init__(
-            f"{field} differs: this process has {ours!r}, {who} has {theirs!r}; "
-            f"start every member of a cluster with the same value of {field}"
+            f"{field} differs: this process has {ours!r}, {who} has {theirs!r}; {mend}"
         )
         self.field = field
         self.ours = ours

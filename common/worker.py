@@ -74,6 +74,7 @@ def pool_load(means: Means) -> dict[str, int | float | str]:
         "prefill_tokens_s": round(costs.tokens_per_s, 1),
         "pull_bytes_s": round(costs.bytes_per_s),
         "deterministic": "yes" if engine.deterministic else "no",
+        "deterministic_reason": engine.deterministic_reason,
     }
 
 

@@ -21,7 +21,7 @@ from anyio.abc import TaskStatus
 from kvass.common import wire
 from kvass.common.clock import RealClock
 from kvass.common.config import DEFAULT_MODEL, ClusterConfig, Config
-from kvass.common.keys import Namespace
+from kvass.common.keys import Canonical, namespace_of
 from kvass.common.member import Member
 from kvass.common.metrics import RequestMetrics
 from kvass.common.model.fetch import resolve_model
@@ -58,7 +58,7 @@ def load_served(config: Config) -> tuple[Served, Mapping[str, str | int]]:
         created_s=int(time.time()),
         window=max_model_len(spec, cluster),
         vocabulary=spec.vocab_size,
-        namespace=Namespace(bytes.fromhex(str(fields["namespace"]))),
+        namespace=namespace_of(dict[str, Canonical](fields)),
         block_tokens=cluster.block_tokens,
         block_bytes=layout_of(spec, cluster).block_size,
         text=Tokenizer.load(model_dir),

@@ -50,16 +50,16 @@ class Served:
     created_s: int  # Unix time
     window: int  # tokens, of prompt and answer together
     vocabulary: int
-    namespace: Namespace
+    namespace: Namespace  # while no worker has said its own
     block_tokens: int
     block_bytes: int
     text: Text
     salt_secret: bytes = b""
     prefix_reuse: bool = True
 
-    def chain(self, tokens: Sequence[int], salt: Salt) -> Chain:
-        """Name the blocks of a private token sequence."""
-        chain = Chain(self.namespace, self.block_tokens, salt=salt)
+    def chain(self, tokens: Sequence[int], salt: Salt, namespace: Namespace | None = None) -> Chain:
+        """Name the blocks of a private token sequence, under the workers' namespace."""
+        chain = Chain(namespace or self.namespace, self.block_tokens, salt=salt)
         chain.extend(tokens)
         return chain
 

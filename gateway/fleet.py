@@ -17,9 +17,10 @@ import anyio
 from kvass.common import errors
 from kvass.common.clock import Clock
 from kvass.common.config import GatewayConfig
-from kvass.common.keys import Chain
+from kvass.common.keys import Chain, Namespace, Salt
 from kvass.common.membership import Load, NodeTable, Peer, Role
 from kvass.common.metrics import RequestMetrics
+from kvass.common.model.identity import namespace_in
 from kvass.common.rpc.client import Client
 from kvass.common.rpc.dial import Dialer
 from kvass.common.wire import Range
@@ -116,6 +117,16 @@ class Fleet:
         """Return the views of a role's live workers; what this process sent since their last load
         is counted in."""
         return [self._view(peer) for peer in self.members.live(role)]
+
+    def namespace(self) -> Namespace | None:
+        """Return what the workers' keys begin with: it depends on their device, so they say it."""
+        roles: tuple[Role, ...] = ("decode", "prefill")
+        peers = (peer for role in roles for peer in self.members.live(role))
+        return next((found for peer in peers if (found := namespace_in(peer.cluster))), None)
+
+    def chain(self, tokens: Sequence[int], salt: Salt) -> Chain:
+        """Name the blocks of a private token sequence as the workers do."""
+        return self.served.chain(tokens, salt, self.namespace())
 
     def _view(self, peer: Peer) -> Worker:
         worker = Worker.of_load(peer.member_id, peer.start_id, self.members.load_of(peer))

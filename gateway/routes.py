@@ -95,7 +95,7 @@ def _add_operations(
     @app.get("/v1/cluster")
     async def cluster() -> Response:
         now_s = fleet.clock.now_s()
-        table = fleet.members.table
+        table, namespace = fleet.members.table, fleet.namespace()
         members = [_member(each, table.is_live(each, now_s)) for each in table.entries()]
         return _json(
             200,
@@ -103,6 +103,8 @@ def _add_operations(
                 "cluster": cluster_name,
                 "model": fleet.served.name,
                 "max_model_len": fleet.served.window,
+                # What all keys begin with; empty while no worker is ready.
+                "namespace": namespace.hex() if namespace else "",
                 "members": members,
                 # One entry a node that answers, with its id.
                 "store": [dict(counts) for counts in await fleet.store.stats(deadline_s=STATS_S)],

@@ -76,7 +76,7 @@ class Session:
         self._fleet = fleet
         self._ask = ask
         self._sink = sink
-        self._chain = fleet.served.chain(ask.tokens, ask.salt)
+        self._chain = fleet.chain(ask.tokens, ask.salt)
         self._choices = [Choice(index) for index in range(ask.choices)]
         self._computed: list[Range] = []
         self._missing: list[Range] = []
@@ -232,12 +232,13 @@ class Session:
 
     @contextmanager
     def _distrusting(self) -> Iterator[None]:
-        """A worker that fails may have computed anything that was missing, without saying so."""
+        """A worker that fails, or is not heard to the end, may have computed anything that was
+        missing, without saying so."""
         try:
             yield
         except (errors.Overloaded, errors.Invalid):
             raise  # it refused before it computed
-        except errors.KvassError:
+        except (errors.KvassError, anyio.get_cancelled_exc_class()):
             self._computed.extend(self._missing)
             raise
 
@@ -366,5 +367,5 @@ class Session:
 
     def _note_whole(self, choice: Choice, flight: InFlight) -> None:
         """The worker has the answer's blocks too: a conversation's next turn starts with them."""
-        chain = self._fleet.served.chain((*self._ask.tokens, *choice.token_ids), self._ask.salt)
+        chain = self._fleet.chain((*self._ask.tokens, *choice.token_ids), self._ask.salt)
         self._fleet.affinity.record(flight.peer.start_id, chain.keys)

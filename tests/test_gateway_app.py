@@ -20,7 +20,7 @@ from gateway_stage import ANSWER, ScriptedWorker, until
 from kvass.common import config
 from kvass.common.errors import Invalid
 from kvass.common.member import Member
-from kvass.common.model.identity import cluster_fields
+from kvass.common.model.identity import worker_fields
 from kvass.common.model.spec import load_spec, tensor_shapes
 from kvass.gateway.app import serve, served_name
 from kvass.gateway.server import bind
@@ -28,6 +28,7 @@ from kvass.launch.broker import run_broker
 
 pytestmark = pytest.mark.anyio
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+DEVICE = "cpu of another kind than this one"
 ASK = {"model": "tiny", "prompt": "hello", "max_tokens": 60}
 
 
@@ -72,7 +73,7 @@ def free_port() -> int:
 async def a_worker(made: config.Config, model_dir: Path) -> AsyncIterator[ScriptedWorker]:
     """A scripted decode worker, announced by a real member."""
     worker = ScriptedWorker("decode", 0)
-    fields = cluster_fields(model_dir, load_spec(model_dir), made.cluster)
+    fields = worker_fields(model_dir, load_spec(model_dir), made.cluster, DEVICE)
     async with Member(
         made,
         role="decode",
@@ -113,7 +114,10 @@ async def test_a_gateway_serves_and_drains(model_dir: Path) -> None:
                     await anyio.sleep(0.05)
         answer = (await client.post("/v1/completions", json=ASK)).json()
         assert answer["choices"][0]["text"] == ANSWER
-        members = (await client.get("/v1/cluster")).json()["members"]
+        overview = (await client.get("/v1/cluster")).json()
+        members = overview["members"]
+        known = worker_fields(model_dir, load_spec(model_dir), made.cluster, DEVICE)
+        assert overview["namespace"] == known["namespace"], "its own device is none of its business"
         assert {member["id"] for member in members} >= {"decode-0", "gateway-0"}
         worker.before_answer = gate.wait
         late: list[httpx.Response] = []

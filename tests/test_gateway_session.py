@@ -100,6 +100,22 @@ async def test_prefill_fills_then_decode_goes_on() -> None:
     assert stage.store.released == [], "decode releases what it pulled"
 
 
+async def test_a_prefill_job_that_is_not_heard_to_its_end_counts_as_computed() -> None:
+    async with a_stage(prefills=1) as stage:
+        stage.store.stored = {0, 1}
+        stage.prefill.before_token = _forever  # it computes, and its reports are late
+        async with anyio.create_task_group() as tasks:
+
+            async def have_the_blocks() -> None:
+                await until(lambda: bool(stage.decode.generates()))
+                stage.decode._over[stage.decode.generates()[0].request_id].set()
+
+            tasks.start_soon(have_the_blocks)
+            reader, usage = await run(stage)
+    assert_whole(reader)
+    assert usage.cached_tokens == 2 * BLOCK_TOKENS
+
+
 async def test_a_short_missing_suffix_is_left_to_decode() -> None:
     async with a_stage(prefills=1) as stage:
         stage.store.stored = set(range(6))

@@ -10,10 +10,16 @@ from typing import Any
 import pytest
 
 from kvass.common.config import ClusterConfig, difference
-from kvass.common.errors import Invalid
+from kvass.common.errors import Incompatible, Invalid
 from kvass.common.model.checkpoint import open_checkpoint, weights_digest
 from kvass.common.model.fetch import resolve_model
-from kvass.common.model.identity import cluster_fields, layout_of, max_model_len, namespace
+from kvass.common.model.identity import (
+    cluster_fields,
+    layout_of,
+    max_model_len,
+    namespace_in,
+    worker_fields,
+)
 from kvass.common.model.spec import ModelSpec, load_spec, tensor_shapes
 
 CONFIG: dict[str, Any] = {
@@ -122,9 +128,8 @@ def test_the_digest_is_of_values_and_is_cached_until_a_file_changes(tmp_path: Pa
 
 def test_every_difference_is_named_and_changes_the_namespace(tmp_path: Path) -> None:
     spec, cluster = write_model(tmp_path / "a"), ClusterConfig()
-    ours = cluster_fields(tmp_path / "a", spec, cluster)
-    assert ours["namespace"] == namespace(tmp_path / "a", spec, cluster).hex()
-    assert difference(ours, cluster_fields(tmp_path / "a", spec, cluster)) is None
+    ours = worker_fields(tmp_path / "a", spec, cluster, "cpu")
+    assert difference(ours, worker_fields(tmp_path / "a", spec, cluster, "cpu")) is None
     cases: list[tuple[str, ClusterConfig, dict[str, Any]]] = [
         ("kv_dtype", ClusterConfig(kv_dtype="int8"), {}),
         ("block_tokens", ClusterConfig(block_tokens=32), {}),
@@ -134,15 +139,39 @@ def test_every_difference_is_named_and_changes_the_namespace(tmp_path: Path) -> 
     ]
     for index, (field, theirs, changes) in enumerate(cases):
         directory = tmp_path / str(index)
-        fields = cluster_fields(directory, write_model(directory, **changes), theirs)
+        fields = worker_fields(directory, write_model(directory, **changes), theirs, "cpu")
         assert difference(ours, fields) == field
         assert fields["namespace"] != ours["namespace"]
 
 
+def test_another_kind_of_device_is_named_and_has_other_keys(tmp_path: Path) -> None:
+    spec, cluster = write_model(tmp_path), ClusterConfig()
+    ours = worker_fields(tmp_path, spec, cluster, "cpu AVX512, bits 1")
+    other = worker_fields(tmp_path, spec, cluster, "cpu AVX2, bits 2")
+    assert difference(ours, other) == "device_kind"
+    assert namespace_in(ours) != namespace_in(other)
+    named = Incompatible("device_kind", ours["device_kind"], other["device_kind"], who="decode-0")
+    assert "'cpu AVX2, bits 2'; run the workers of a cluster on one kind of machine" in str(named)
+
+
+def test_a_gateway_agrees_with_workers_on_any_device_and_learns_the_namespace(
+    tmp_path: Path,
+) -> None:
+    spec, cluster = write_model(tmp_path), ClusterConfig()
+    gateway = cluster_fields(tmp_path, spec, cluster)
+    worker = worker_fields(tmp_path, spec, cluster, "cpu AVX2, bits 2")
+    assert difference(gateway, worker) is None and difference(worker, gateway) is None
+    theirs = worker_fields(tmp_path, spec, ClusterConfig(kv_dtype="int8"), "cpu AVX2, bits 2")
+    assert difference(gateway, theirs) == difference(theirs, gateway) == "kv_dtype"
+    assert namespace_in(gateway) is None
+    assert namespace_in(worker) == bytes.fromhex(str(worker["namespace"]))
+    assert namespace_in({"namespace": "zz"}) is namespace_in({"namespace": "00"}) is None
+
+
 def test_a_shorter_context_must_be_agreed_on_but_shares_blocks(tmp_path: Path) -> None:
     spec = write_model(tmp_path)
-    whole = cluster_fields(tmp_path, spec, ClusterConfig())
-    short = cluster_fields(tmp_path, spec, ClusterConfig(max_model_len=32))
+    whole = worker_fields(tmp_path, spec, ClusterConfig(), "cpu")
+    short = worker_fields(tmp_path, spec, ClusterConfig(max_model_len=32), "cpu")
     assert difference(whole, short) == "max_model_len"
     assert whole["namespace"] == short["namespace"]
     assert max_model_len(spec, ClusterConfig()) == 64

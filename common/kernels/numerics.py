@@ -1,11 +1,10 @@
-"""What decides the bits of stored KV besides model and format. Torch-free, since keys need it too.
+"""The version of the arithmetic that decides the bits of stored KV. Torch-free: keys need it too.
 
-Both enter the namespace: workers whose arithmetic differs must not share blocks.
+It enters the namespace: workers whose arithmetic differs must not share blocks. What a machine and
+its libraries make of the same version is `model/device_kind.py`'s to say.
 """
 
 from __future__ import annotations
 
 # Bump it whenever an implementation changes a bit of what is stored.
 NUMERICS = "torch-1"
-# The kind of device whose arithmetic computed the blocks of this version.
-DEVICE_KIND = "cpu"

@@ -2,14 +2,17 @@
 
 A matrix library picks kernels by shape, and an edge kernel may sum in another order. Attention pads
 its row counts to multiples of an alignment; `find_alignment` tries alignments on this machine, with
-this process's thread count, and takes the smallest under which no row's bits depend on how many
-rows there are, where in the tile it is, or how many tiles are multiplied at once.
+one thread and with this process's number of them (the runner uses both), and takes the smallest
+under which no row's bits depend on how many rows there are, where in the tile it is, or how many
+tiles are multiplied at once. `model/products.py` does the same for the model's products.
 
 Measured with torch 2.13 and MKL on AVX-512, two threads, float32, key tile 256, head_dim 64 to 128:
 every multiple of 4 is safe; 1, 2 and 3 rows differ from more rows, and 6 from 12 when it is alone.
 """
 
 from __future__ import annotations
+
+from itertools import product
 
 import torch
 
@@ -41,13 +44,17 @@ def _agree(counts: list[int], head_dim: int, key_tile: int) -> bool:
     p = torch.softmax(torch.randn(total, key_tile, generator=generator), -1)
     scores = _in_tiles(q, k.t(), counts[-1], 2)
     outputs = _in_tiles(p, v, counts[-1], 2)
-    for count in counts:
-        for batch in _BATCHES:
+    threads = torch.get_num_threads()
+    try:
+        for used, count, batch in product((1, threads), counts, _BATCHES):
+            torch.set_num_threads(used)
             rows = min(batch, total // count) * count
             if not torch.equal(_in_tiles(q[:rows], k.t(), count, batch), scores[:rows]):
                 return False
             if not torch.equal(_in_tiles(p[-rows:], v, count, batch), outputs[-rows:]):
                 return False
+    finally:
+        torch.set_num_threads(threads)
     return True
 
 

@@ -6,7 +6,7 @@ loops run over chunks of bounded size only. Products are float32 over exactly de
 *A row's bits depend on its query, its position and the stored keys before it only*: key tiles are
 at absolute positions, a row's partial results are summed in the order of its key tiles, and
 products use row counts that were shown to give a row the same bits (`row_counts`); `deterministic`
-says whether such counts were found. One thread at a time may use an instance: it owns its scratch
+and `reason` say what was found. One thread at a time may use an instance: it owns its scratch
 memory.
 """
 
@@ -56,6 +56,11 @@ class TorchPagedKv:
             tuple(per_head * rows for rows in ROW_TILES), layout.head_dim, key_tile
         )
         self.deterministic = alignment is not None
+        self.reason = (
+            f"attention rows in multiples of {alignment}"
+            if alignment
+            else f"attention: no multiple of rows among {ALIGNMENTS} gives a row the same bits"
+        )
         self.shape = Shape(
             query_heads=query_heads,
             kv_heads=layout.kv_heads,

@@ -22,9 +22,12 @@ from kvass.common.errors import Invalid
 from kvass.common.kernels.torch_paged import TorchPagedKv
 from kvass.common.keys import Namespace
 from kvass.common.model import identity, known_answer
+from kvass.common.model.checkpoint import weights_digest
+from kvass.common.model.device_kind import device_kind
 from kvass.common.model.fetch import cache_dir
 from kvass.common.model.load import load_model
-from kvass.common.model.runner import Rows, Runner
+from kvass.common.model.products import Products
+from kvass.common.model.runner import Rows, Runner, uses
 from kvass.common.model.spec import ModelSpec, load_spec
 from kvass.common.pool.memory import SlotMemory
 from kvass.common.pool.pool import BlockPool
@@ -34,7 +37,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A worker's means. `tokens_per_s` is the prefill rate measured while opening."""
+    """A worker's means. `tokens_per_s` is the prefill rate measured while opening.
+
+    `deterministic`: a row's bits don't depend on its company; `deterministic_reason` says why.
+    """
 
     model_dir: Path
     spec: ModelSpec
@@ -46,6 +52,7 @@ class Engine:
     pool: BlockPool
     runner: Runner
     deterministic: bool
+    deterministic_reason: str
     tokens_per_s: float
 
 
@@ -81,12 +88,16 @@ def open_engine(config: Config, worker: WorkerConfig, role: str) -> Engine:
     layout = identity.layout_of(spec, config.cluster)
     max_model_len = identity.max_model_len(spec, config.cluster)
     slots = pool_slots(layout, worker, role, max_model_len)
-    fields = identity.cluster_fields(model_dir, spec, config.cluster)
-    answer_file = cache_dir() / "known-answers" / f"{str(fields['model_weights'])[:32]}.safetensors"
+    digest = weights_digest(model_dir, spec)
+    answer_file = cache_dir() / "known-answers" / f"{digest[:32]}.safetensors"
     answer = known_answer.known_answer(model_dir, spec, answer_file)
-    model = load_model(model_dir, spec)
+    products = Products(uses())
+    model = load_model(model_dir, spec, counts_of=products.counts_of)
     memory = SlotMemory(layout, slots)
     kv = TorchPagedKv(memory, layout, spec.heads)
+    fields = identity.worker_fields(model_dir, spec, config.cluster, device_kind(products))
+    namespace = identity.namespace_in(fields)
+    assert namespace is not None
     runner = Runner(model, kv, layout.block_tokens)
     known_answer.check(answer, spec, runner, memory)
     rate = _measure(runner, spec, layout, min(worker.chunk_tokens, max_model_len))
@@ -94,18 +105,33 @@ def open_engine(config: Config, worker: WorkerConfig, role: str) -> Engine:
         "known answer right; pool of %d blocks (%.2f GB), prefill at %.0f tokens/s",
         slots, memory.size / 1e9, rate,
     )  # fmt: skip
+    deterministic = kv.deterministic and not products.failures
+    reason = f"{products.reason}; {kv.reason}"
+    _report(deterministic, reason)
     return Engine(
         model_dir=model_dir,
         spec=spec,
         layout=layout,
-        namespace=identity.namespace(model_dir, spec, config.cluster),
+        namespace=namespace,
         fields=fields,
         max_model_len=max_model_len,
         memory=memory,
         pool=BlockPool(slots),
         runner=runner,
-        deterministic=kv.deterministic,
+        deterministic=deterministic,
+        deterministic_reason=reason,
         tokens_per_s=rate,
+    )
+
+
+def _report(deterministic: bool, reason: str) -> None:
+    if deterministic:
+        _log.info("deterministic: yes (%s)", reason)
+        return
+    _log.warning(
+        "deterministic: no (%s). This worker serves, but the same prompt may get other tokens in "
+        "other company: try another number of threads, or another version of torch",
+        reason,
     )
 
 

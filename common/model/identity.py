@@ -1,7 +1,9 @@
 """What blocks are named after, and what all members of a cluster must agree on. Torch-free.
 
 `cluster_fields` is the readable form: exchanged on connect, a difference is refused with the field
-named. `namespace` is its hash, the root of every key. What changes a bit of stored KV is in both.
+named. The namespace is its hash, the root of every key. What changes a bit of stored KV is in both.
+That includes the kind of device, which only workers know: they add it, and with it the namespace;
+others compare the rest (`config.difference`), and learn the namespace from the workers.
 
 No supported rope depends on the total length (spec.py refuses those that do), so `max_model_len` is
 agreed on but does not enter the namespace.
@@ -9,6 +11,7 @@ agreed on but does not enter the namespace.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
@@ -16,8 +19,8 @@ from pathlib import Path
 from kvass.common.block import BlockLayout, KvDtype
 from kvass.common.config import ClusterConfig
 from kvass.common.errors import Invalid
-from kvass.common.kernels.numerics import DEVICE_KIND, NUMERICS
-from kvass.common.keys import Canonical, Namespace, namespace_of
+from kvass.common.kernels.numerics import NUMERICS
+from kvass.common.keys import KEY_BYTES, Canonical, Namespace, namespace_of
 from kvass.common.model.checkpoint import weights_digest
 from kvass.common.model.spec import ModelSpec
 
@@ -53,20 +56,31 @@ def cluster_fields(
     model_dir: Path, spec: ModelSpec, cluster: ClusterConfig
 ) -> dict[str, str | int]:
     """Return what all members must agree on, in words that an operator can act on."""
-    identity = _identity(model_dir, spec, cluster)
-    fields = dict(identity)
+    fields = _identity(model_dir, spec, cluster)
     fields["max_model_len"] = max_model_len(spec, cluster)
-    fields["namespace"] = namespace_of(_canonical(identity)).hex()
     return fields
 
 
-def namespace(model_dir: Path, spec: ModelSpec, cluster: ClusterConfig) -> Namespace:
-    """Return the root of every key of this model in this numeric format."""
-    return namespace_of(_canonical(_identity(model_dir, spec, cluster)))
+def worker_fields(
+    model_dir: Path, spec: ModelSpec, cluster: ClusterConfig, device_kind: str
+) -> dict[str, str | int]:
+    """Return `cluster_fields` with what all workers must agree on, their namespace included."""
+    identity = _identity(model_dir, spec, cluster) | {"device_kind": device_kind}
+    namespace = namespace_of(dict[str, Canonical](identity))
+    return {
+        **identity,
+        "max_model_len": max_model_len(spec, cluster),
+        "namespace": namespace.hex(),
+    }
 
 
-def _canonical(identity: dict[str, str | int]) -> dict[str, Canonical]:
-    return dict(identity.items())
+def namespace_in(fields: Mapping[str, str | int]) -> Namespace | None:
+    """Return the root of every key of the worker that says this of itself; None if it says none."""
+    try:
+        found = bytes.fromhex(str(fields.get("namespace", "")))
+    except ValueError:
+        return None
+    return Namespace(found) if len(found) == KEY_BYTES else None
 
 
 def _identity(model_dir: Path, spec: ModelSpec, cluster: ClusterConfig) -> dict[str, str | int]:
@@ -87,7 +101,6 @@ def _identity(model_dir: Path, spec: ModelSpec, cluster: ClusterConfig) -> dict[
         "model_tokenizer": _file_digest(model_dir / "tokenizer.json"),
         "model_weights": weights_digest(model_dir, spec),
         "kernels_numerics": NUMERICS,
-        "device_kind": DEVICE_KIND,
     }
 
 

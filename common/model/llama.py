@@ -10,7 +10,7 @@ are in the model's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
@@ -22,22 +22,34 @@ from kvass.common.model.rope import angles, inverse_frequencies, rotate
 from kvass.common.model.spec import ModelSpec
 
 Read = Callable[[str], torch.Tensor]
+# Given a product's weight and bias, the row counts that it may be computed with (`products`).
+CountsOf = Callable[[torch.Tensor, torch.Tensor | None], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A weight [out, in] and its bias [out], if it has one."""
+    """A weight [out, in], its bias [out], if it has one, and the row counts to compute it with."""
 
     weight: torch.Tensor
-    bias: torch.Tensor | None = None
+    bias: torch.Tensor | None
+    counts: Sequence[int]
+
+    @classmethod
+    def of(
+        cls, counts_of: CountsOf, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> Projection:
+        return cls(weight, bias, counts_of(weight, bias))
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return linear(rows, self.weight, self.bias)
+        return linear(rows, self.weight, self.bias, self.counts)
 
-    def split(self, width: int) -> tuple[Projection, Projection]:
+    def split(self, width: int, counts_of: CountsOf) -> tuple[Projection, Projection]:
         """Return the first `width` outputs and the rest, as views."""
-        bias = (None, None) if self.bias is None else (self.bias[:width], self.bias[width:])
-        return Projection(self.weight[:width], bias[0]), Projection(self.weight[width:], bias[1])
+        first, rest = (None, None) if self.bias is None else self.bias.tensor_split([width])
+        return (
+            Projection.of(counts_of, self.weight[:width], first),
+            Projection.of(counts_of, self.weight[width:], rest),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +67,17 @@ class Layer:
 class Llama:
     """The weights and the forward pass. Immutable after loading."""
 
-    def __init__(self, spec: ModelSpec, read: Read) -> None:
+    def __init__(self, spec: ModelSpec, read: Read, counts_of: CountsOf) -> None:
         """`read` returns a checkpoint's tensor by name, in the dtype to execute."""
         self.spec = spec
         self._embedding = read("model.embed_tokens.weight")
-        self._layers = [_read_layer(spec, read, f"model.layers.{i}") for i in range(spec.layers)]
+        self._layers = [
+            _read_layer(spec, read, counts_of, f"model.layers.{i}") for i in range(spec.layers)
+        ]
+        self._last_q, self._last_both = self._layers[-1].qkv.split(spec.q_size, counts_of)
         self._norm = read("model.norm.weight")
-        self._head = self._embedding if spec.tie_embeddings else read("lm_head.weight")
+        head = self._embedding if spec.tie_embeddings else read("lm_head.weight")
+        self._head = Projection.of(counts_of, head)
         self._frequencies = inverse_frequencies(spec)
 
     @torch.inference_mode()
@@ -98,14 +114,13 @@ class Llama:
         self, rows: torch.Tensor, step: _Step[Plan], logits_rows: torch.Tensor | None
     ) -> torch.Tensor | None:
         index, layer, epsilon = self.spec.layers - 1, self._layers[-1], self.spec.rms_norm_eps
-        project_q, project_both = layer.qkv.split(self.spec.q_size)
         normed = rms_norm(rows, layer.attention_norm, epsilon)
-        step.append(index, self._heads(project_both(normed)))
+        step.append(index, self._heads(self._last_both(normed)))
         if logits_rows is None:
             return None
-        attended = step.attend(index, self._heads(project_q(normed)))
+        attended = step.attend(index, self._heads(self._last_q(normed)))
         chosen = self._rest(layer, rows[logits_rows], attended[logits_rows])
-        return logits(rms_norm(chosen, self._norm, epsilon), self._head)
+        return logits(rms_norm(chosen, self._norm, epsilon), self._head.weight, self._head.counts)
 
     def _heads(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.view(rows.shape[0], -1, self.spec.head_dim)
@@ -141,13 +156,14 @@ class _Step(Generic[Plan]):
         return self.kv.attend(index, rotate(q, self.cosine, self.sine), self.plan)
 
 
-def _read_layer(spec: ModelSpec, read: Read, prefix: str) -> Layer:
+def _read_layer(spec: ModelSpec, read: Read, counts_of: CountsOf, prefix: str) -> Layer:
     def projection(*names: str) -> Projection:
         weights = [read(f"{prefix}.{name}_proj.weight") for name in names]
         bias = None
         if spec.qkv_bias and names[0] == "self_attn.q":
             bias = torch.cat([read(f"{prefix}.{name}_proj.bias") for name in names])
-        return Projection(torch.cat(weights) if len(weights) > 1 else weights[0], bias)
+        fused = torch.cat(weights) if len(weights) > 1 else weights[0]
+        return Projection.of(counts_of, fused, bias)
 
     return Layer(
         attention_norm=read(f"{prefix}.input_layernorm.weight"),

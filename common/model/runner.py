@@ -14,11 +14,18 @@ import torch
 
 from kvass.common.kernels.seam import PagedKv
 from kvass.common.model.load import Model
+from kvass.common.model.products import COUNTS, Use
 
 # A step of one or two rows is hundreds of operations of some microseconds: waking a second thread
 # for each takes longer than it saves (measured, default model, one row: 60 ms against 86), and a
-# core is left to others. Bits don't change with the number of threads (tests/test_runner.py).
+# core is left to others. Bits don't change with the number of threads: row counts are searched with
+# both (`uses`), and tests/test_determinism.py looks.
 FEW_ROWS = 2
+
+
+def uses() -> list[Use]:
+    """Return the thread counts that a runner made in this thread will compute products with."""
+    return [Use(1, FEW_ROWS), Use(torch.get_num_threads(), COUNTS[-1])]
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,8 @@ def show_status(url: str, console: Console) -> int:
         console.print(f"{url} is not a Kvass gateway: {error}", style="red")
         return 1
     console.print(members_table(cluster["members"]))
+    for line in doubts(cluster["members"]):
+        console.print(line, style="yellow")
     if cluster.get("store"):
         console.print(store_table(cluster["store"]))
     return 0
@@ -74,6 +76,16 @@ def members_table(members: list[dict[str, Any]]) -> Table:
             style="dim" if member.get("state") == "lost" else "",
         )
     return table
+
+
+def doubts(members: list[dict[str, Any]]) -> list[str]:
+    """Return what is wrong with members that serve all the same."""
+    loads = [(member, member.get("load") or {}) for member in members]
+    return [
+        f"{member.get('id')} is not deterministic: {load.get('deterministic_reason')}"
+        for member, load in loads
+        if load.get("deterministic") == "no"
+    ]
 
 
 def store_table(nodes: list[dict[str, Any]]) -> Table:

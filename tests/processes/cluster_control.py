@@ -12,19 +12,21 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import anyio
 
 from cluster import Cluster
 from kvass.common import config as configuration
-from kvass.common.keys import Chain, Namespace, ranges_of
+from kvass.common.keys import Chain, Namespace, ranges_of, salt_of
 from kvass.common.model.fetch import resolve_model
-from kvass.common.model.identity import cluster_fields
+from kvass.common.model.identity import layout_of
 from kvass.common.model.spec import load_spec
 from kvass.common.model.tokenizer import Tokenizer
 from kvass.common.rpc.dial import Dialer
 from kvass.common.rpc.hello import Hello
 from kvass.common.wire import WORKER_REPLIES, Delta, Forget, Generate, Range, Sampling, Stop, Tags
+from kvass.kvstore import messages as m
 from kvass.kvstore.client import StoreClient
 from kvass.kvstore.placement import StoreNode
 
@@ -36,6 +38,14 @@ WORDS = (
     "under between slowly because every second another without measures carries follows small "
     "early open bright the a of and to in with from"
 ).split()
+
+
+class Place(NamedTuple):
+    """Where a block lies in a store node's memory, and the checksum that it was stored with."""
+
+    pid: int
+    address: int
+    checksum: int
 
 
 @dataclass(frozen=True)
@@ -52,10 +62,13 @@ class Control:
 
     @cached_property
     def namespace(self) -> Namespace:
+        return Namespace(bytes.fromhex(self.cluster.overview()["namespace"]))
+
+    @cached_property
+    def block_size(self) -> int:
         folder = resolve_model(configuration.DEFAULT_MODEL, progress=False)
         settings = configuration.load(None, self.overrides).cluster
-        fields = cluster_fields(folder, load_spec(folder), settings)
-        return Namespace(bytes.fromhex(str(fields["namespace"])))
+        return layout_of(load_spec(folder), settings).block_size
 
     def prompt(self, tokens: int, seed: int) -> list[int]:
         """Return a prompt of so many tokens that shares no block with another seed's."""
@@ -64,9 +77,9 @@ class Control:
         text += " ".join(words.choices(WORDS, k=tokens))
         return self.tokenizer.encode(text)[:tokens]
 
-    def chain(self, tokens: Sequence[int]) -> Chain:
+    def chain(self, tokens: Sequence[int], cache_salt: str = "") -> Chain:
         """Return a sequence's block names."""
-        chain = Chain(self.namespace, BLOCK)
+        chain = Chain(self.namespace, BLOCK, salt=salt_of(b"", "", cache_salt))
         chain.extend(tokens)
         return chain
 
@@ -87,6 +100,10 @@ class Control:
     def stored(self, tokens: Sequence[int]) -> list[Range]:
         """Return which blocks of a sequence the store has."""
         return anyio.run(self._stored, self.chain(tokens))
+
+    def places(self, tokens: Sequence[int]) -> dict[int, Place]:
+        """Return where the store has the blocks of a sequence, by chain index."""
+        return anyio.run(self._places, self.chain(tokens))
 
     def generate(
         self, member_id: str, tokens: Sequence[int], max_tokens: int
@@ -130,6 +147,20 @@ class Control:
                         chain, ranges_of(sorted(missing)), until="visible", deadline_s=CALL_S
                     )
                     missing -= {i for first, stop in there.visible for i in range(first, stop)}
+
+    async def _places(self, chain: Chain) -> dict[int, Place]:
+        found: dict[int, Place] = {}
+        spans = tuple(m.spans_of(chain, [(0, len(chain.keys))]))
+        request = m.GetBegin(spans, self.block_size, head_groups=1, groups=(0, 1))
+        async with self._dialer() as (_, store):
+            for node in self.cluster.members("store"):
+                link = store._router.link(node["id"])
+                places = await link.call(request, deadline_s=CALL_S)
+                there = zip(places.indices, places.addresses, places.checksums, strict=True)
+                found |= {i: Place(node["pid"], address, sum_) for i, address, sum_ in there}
+                if places.lease_id:
+                    await link.call(m.GetEnd(places.lease_id), deadline_s=CALL_S)
+        return found
 
     async def _generate(
         self, member_id: str, tokens: tuple[int, ...], max_tokens: int
