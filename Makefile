@@ -3,6 +3,9 @@
 VENV := .venv
 BIN := $(VENV)/bin
 export KVASS_PORT ?= 8000
+SEEDS ?= 4000
+# Other ones each time: it prints them, and a failure names its own.
+SEEDS_FROM ?= $(shell date +%s)
 
 .DEFAULT_GOAL := help
 .PHONY: help up test check soak clean
@@ -13,6 +16,7 @@ help: ## Show this text
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 	@echo
 	@echo "  KVASS_PORT=8001 make up                                moves the gateway's port"
+	@echo "  SEEDS=20000 make soak                                  soaks for longer"
 	@echo "  KVASS_UP_ARGS='--prefill 2 --decode 2 --store 3' make up   adds options of 'kvass up'"
 
 up: $(VENV)/installed ## Install, fetch the model, start a cluster; Ctrl-C stops it
@@ -26,7 +30,8 @@ check: $(VENV)/installed-dev ## Format, lint, types, import contracts, tidiness
 	@infra/check
 	@exec $(BIN)/pytest -q tests/test_tidy.py tests/test_packaging.py
 
-soak: $(VENV)/installed-dev ## The property tests, with many more examples each
+soak: $(VENV)/installed-dev ## Thousands of simulated clusters; property tests, with many more examples
+	@$(BIN)/python tests/simulation/repeat.py $(SEEDS_FROM) --count $(SEEDS)
 	@exec $(BIN)/pytest -m "not process and not model" --hypothesis-profile=soak
 
 clean: ## Remove what was installed and built (not the model's cache)

@@ -6,7 +6,6 @@ not be pulled once is not tried again for this request.
 
 from __future__ import annotations
 
-import time
 from typing import Protocol
 
 import anyio
@@ -111,9 +110,9 @@ class Fetcher:
         return self._costs.loading_pays(count * self._block_size, count * block_tokens)
 
     async def _transfer(self, chain: Chain, indices: list[int], slots: list[int]) -> set[int]:
-        started_s = time.perf_counter()
+        started_s = anyio.current_time()
         landed = await self._store.pull(chain, indices, slots, deadline_s=PULL_S)
-        self._costs.pulled(len(landed) * self._block_size, time.perf_counter() - started_s)
+        self._costs.pulled(len(landed) * self._block_size, anyio.current_time() - started_s)
         return landed
 
 

@@ -11,7 +11,6 @@ nor a pull uses its slots.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Many
@@ -22,6 +21,7 @@ import anyio
 import anyio.lowlevel
 import torch
 
+from kvass.common.clock import Clock, RealClock
 from kvass.common.costs import Costs
 from kvass.common.errors import KvassError, Unavailable
 from kvass.common.executor import Executor
@@ -34,6 +34,7 @@ from kvass.decode.sampler import RowState, sample
 from kvass.decode.schedule import Piece, Scheduler, Sequence
 from kvass.decode.stream import TextStream
 
+OVER_EARLY_MAX = 1024  # as many as one connection may have calls open
 OFFER_BLOCKS = 8  # 128 tokens: seldom enough to cost a stream nothing, often enough to resume from
 
 
@@ -90,7 +91,8 @@ class Totals:
 
 
 class DecodeLoop:
-    """See the module. Mutable fields: `_tickets` (by sequence), `_wake`, `totals`."""
+    """See the module. Mutable fields: `_tickets` (by sequence), `_over_early` (ids that
+    `prefill_over` named before their request was here, latest last), `_wake`, `totals`."""
 
     def __init__(
         self,
@@ -100,6 +102,7 @@ class DecodeLoop:
         fetcher: Fetcher,
         offerer: Offerer,
         costs: Costs,
+        clock: Clock | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._steps = steps
@@ -107,7 +110,9 @@ class DecodeLoop:
         self._fetcher = fetcher
         self._offerer = offerer
         self._costs = costs
+        self._now_s = (clock or RealClock()).now_s  # steps are timed in the executor's thread too
         self._tickets: dict[Sequence, Ticket] = {}
+        self._over_early: dict[str, None] = {}
         self._wake = anyio.Event()
         offerer.on_release = self.wake
         self.totals = Totals()
@@ -115,6 +120,8 @@ class DecodeLoop:
     def submit(self, ticket: Ticket) -> None:
         """Queue a request; the caller has checked that it fits the pool when it is alone."""
         self._tickets[ticket.sequence] = ticket
+        if ticket.sequence.request.request_id in self._over_early:
+            ticket.prefill_over.set()
         self.scheduler.add(ticket.sequence)
         self.totals.prompt_tokens += ticket.sequence.request.prompt_length
         self._wake.set()
@@ -133,10 +140,14 @@ class DecodeLoop:
         self._wake.set()
 
     def prefill_over(self, request_id: str) -> None:
-        """No more blocks will come for the request of this id."""
+        """No more blocks will come for the request of this id, which is here, was here, or comes
+        in a moment: calls on one connection start in any order."""
         for ticket in self._tickets.values():
             if ticket.sequence.request.request_id == request_id:
                 ticket.prefill_over.set()
+        self._over_early[request_id] = None
+        if len(self._over_early) > OVER_EARLY_MAX:
+            del self._over_early[next(iter(self._over_early))]
 
     async def run(self) -> None:
         """Step for ever; ends only by cancellation."""
@@ -169,16 +180,16 @@ class DecodeLoop:
         self._wake.set()
 
     async def _step(self, pieces: list[Piece]) -> None:
-        started_s = time.perf_counter()
+        started_s = self._now_s()
         rows = [_rows(piece) for piece in pieces]
         tickets = [self._tickets[piece.sequence] for piece in pieces]
         states = [t.row for t, piece in zip(tickets, pieces, strict=True) if piece.logits]
 
         def compute() -> tuple[list[int], float]:
-            begun_s = time.perf_counter()
+            begun_s = self._now_s()
             logits = self._steps.run(rows)
             tokens = sample(logits, states) if logits is not None else []
-            return tokens, time.perf_counter() - begun_s
+            return tokens, self._now_s() - begun_s
 
         try:
             sampled, compute_s = await self._executor.run(compute)
@@ -188,7 +199,7 @@ class DecodeLoop:
         self._account(pieces, tickets, deque(sampled))
         self.totals.steps += 1
         self.totals.rows += sum(piece.stop - piece.start for piece in pieces)
-        self.totals.step_s = time.perf_counter() - started_s
+        self.totals.step_s = self._now_s() - started_s
         self.totals.overhead_s = self.totals.step_s - compute_s
         prompt_rows = sum(p.stop - p.start for p in pieces if p.stop - p.start > 1)
         self._costs.prefilled(prompt_rows, compute_s)
@@ -220,9 +231,11 @@ class DecodeLoop:
         sequence = ticket.sequence
         if not sequence.unoffered or (len(sequence.unoffered) < OFFER_BLOCKS and not is_last):
             return
-        slots = [sequence.table.slots[index] for index in sequence.unoffered]
-        tenant = sequence.request.tenant
-        self._offerer.offer(sequence.table.chain, sequence.unoffered, slots, tenant)
+        table, tenant = sequence.table, sequence.request.tenant
+        # Suspended meanwhile, it has other slots, and some blocks are not in them yet.
+        indices = [index for index in sequence.unoffered if table.ready[index]]
+        slots = [table.slots[index] for index in indices]
+        self._offerer.offer(table.chain, indices, slots, tenant)
         sequence.unoffered = []
 
     def _fail(self, tickets: list[Ticket], error: KvassError) -> None:

@@ -50,7 +50,7 @@ class Offerer:
             self._pool.retain(slot)
         try:
             self._send.send_nowait(Offer(chain, tuple(indices), tuple(slots), tenant))
-        except anyio.WouldBlock:
+        except (anyio.WouldBlock, anyio.ClosedResourceError):  # full; or the worker is stopping
             self._pool.release(slots)
             self.dropped_count += len(slots)
 

@@ -7,7 +7,6 @@ them.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -123,14 +122,14 @@ class PrefillLoop:
 
     async def _step(self, pieces: list[Piece]) -> None:
         rows = [_rows(piece) for piece in pieces]
-        begun_s = time.perf_counter()
+        begun_s = anyio.current_time()
         try:
             await self._executor.run(lambda: self._steps.run(rows))
         except KvassError as error:
             self._fail(pieces, error)
             return
         self.totals.steps += 1
-        self.totals.step_s = time.perf_counter() - begun_s
+        self.totals.step_s = anyio.current_time() - begun_s
         tokens = sum(piece.stop - piece.start for piece in pieces)
         self.totals.computed_tokens += tokens
         self._costs.prefilled(tokens, self.totals.step_s)

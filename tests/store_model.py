@@ -20,13 +20,18 @@ def key_of(chain: int, index: int) -> bytes:
     return bytes([chain, index]).ljust(32, b"k")
 
 
+def space_of(chain: int) -> bytes:
+    """Chain 2 is another model's."""
+    return (b"m" if chain == 2 else b"n") * 32
+
+
 def header_of(chain: int, index: int, writer: str = "w") -> BlockHeader:
     return BlockHeader(
         key=key_of(chain, index),
         parent=key_of(chain, index - 1) if index else SPACE,
         segment_key=key_of(chain, 0),
         index=index,
-        namespace=SPACE,
+        namespace=space_of(chain),
         tenant=f"t{chain}",
         writer=writer,
         token_count=4,
@@ -67,5 +72,5 @@ def store(index: Index, chain: int, indices: range, *, now_s: float = 0.0, hold:
         assert index.end_move(move, (1, 2), now_s)
 
 
-def new_index(**limits: float) -> Index:
-    return Index(SLAB, Limits(epoch="e1", claim_s=CLAIM_S, hold_s=HOLD_S, **limits))
+def new_index(epoch: str = "e1", **limits: float) -> Index:
+    return Index(SLAB, Limits(epoch=epoch, claim_s=CLAIM_S, hold_s=HOLD_S, **limits))

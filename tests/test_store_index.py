@@ -6,7 +6,7 @@ import pytest
 
 from kvass.common.errors import Invalid
 from kvass.kvstore.index import Index, Limits
-from store_model import GROUPS, PUT_S, SLAB, key_of, new_index, order_of, store
+from store_model import GROUPS, PUT_S, SIZES, SLAB, key_of, new_index, order_of, store
 
 
 def test_a_probe_never_pins() -> None:
@@ -94,3 +94,16 @@ def test_half_a_block_is_given_up_at_its_deadline() -> None:
 def test_a_size_that_can_never_fit_is_refused() -> None:
     with pytest.raises(Invalid, match="does not fit into a slab"):
         Index(256, Limits(epoch="e")).put_begin(order_of(2, range(1)), 0.0)
+
+
+def test_a_lease_of_an_earlier_start_is_not_held() -> None:
+    before, now = new_index("e1"), new_index("e2")
+    for index in (before, now):
+        store(index, 0, range(2))
+    key = key_of(0, 0)
+    old = before.get_begin([key], SIZES[0], GROUPS, 1.0)
+    new = now.get_begin([key], SIZES[0], GROUPS, 1.0)
+    assert old is not None and new is not None
+    assert not now.get_renew(old.lease_id, 1.1)
+    assert not now.get_end(old.lease_id, 1.1)
+    assert now.get_end(new.lease_id, 1.2)

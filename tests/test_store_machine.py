@@ -25,19 +25,33 @@ from kvass.common.block import BlockHeader
 from kvass.kvstore.leases import Lease
 from kvass.kvstore.ledger import Entry
 from kvass.kvstore.puts import Move
-from store_model import CLAIM_S, GROUPS, HOLD_S, SESSIONS, SIZES, SLAB, key_of, new_index, order_of
+from store_model import (
+    CLAIM_S,
+    GROUPS,
+    HOLD_S,
+    SESSIONS,
+    SIZES,
+    SLAB,
+    key_of,
+    new_index,
+    order_of,
+    space_of,
+)
 
 
 @dataclass(eq=False)
 class Moving:
-    """A transfer in flight, and the tokens that it owns until it ends."""
+    """A transfer in flight, and the tokens that it owns until it ends. `life`: the node's start
+    that it belongs to."""
 
     move: Move
     places: list[int]
+    life: int
 
 
 ranges = st.builds(lambda a, n: range(a, min(a + n, 6)), st.integers(0, 5), st.integers(1, 4))
 chains = st.sampled_from([0, 1, 2])
+seldom = st.integers(0, 7)  # what ends a history that could grow, so that most do grow
 sessions = st.sampled_from(SESSIONS)
 groups = st.sampled_from([range(0, 2), range(0, 1), range(1, 2)])
 
@@ -52,7 +66,14 @@ class IndexMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.now_s = 0.0
-        self.index = new_index()
+        self.life = 0
+        self.count = 0
+        self.sessions: dict[str, str] = {}  # by put id
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self.life += 1
+        self.index = new_index(f"e{self.life}")
         self.memory: dict[int, object] = {}  # by byte offset of a head group: whose bytes
         self.expected: dict[int, object] = {}  # what transfers in flight own
         self.claims: dict[bytes, tuple[str, float]] = {}
@@ -62,8 +83,6 @@ class IndexMachine(RuleBasedStateMachine):
         self.protected: set[bytes] = set()
         self.dropped: set[bytes] = set()
         self.before: dict[bytes, Entry] = {}
-        self.count = 0
-        self.sessions: dict[str, str] = {}  # by put id
 
     # --- what happens ---
 
@@ -85,7 +104,8 @@ class IndexMachine(RuleBasedStateMachine):
             elif verdict == "visible":
                 assert self.index.ledger.visible(key) is not None
             elif not others:
-                assert key in self.index.ledger.entries, "nobody's block was refused"
+                refused = key not in self.index.ledger.entries and not self.index.draining
+                assert not refused, "nobody's block was refused"
 
     @rule(owner=st.sampled_from(["a", "b"]))
     def release_claims(self, owner: str) -> None:
@@ -120,6 +140,7 @@ class IndexMachine(RuleBasedStateMachine):
             hold=hold,
         )
         verdicts = self.index.put_begin(order, self.now_s)
+        assert not self.index.draining or "granted" not in verdicts, "a drained node took a put"
         again = self.index.put_begin(order, self.now_s)
         kept = [b == "granted" for a, b in zip(verdicts, again, strict=True) if a == "granted"]
         assert all(kept), "put_begin must be idempotent"
@@ -138,9 +159,10 @@ class IndexMachine(RuleBasedStateMachine):
         move = self.index.begin_move(*put, self.now_s)
         if move is None:
             return None
+        assert self.index.begin_move(*put, self.now_s) is None, "a commit that comes twice is none"
         size = move.entry.group_size
         places = [move.entry.slot.offset + g * size for g in move.groups]
-        moving = Moving(move, places)
+        moving = Moving(move, places, self.life)
         for place in places:
             self.memory[place] = moving  # the first byte has landed
             self.expected[place] = moving
@@ -148,6 +170,8 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(moving=consumes(moves), good=st.booleans())
     def end_move(self, moving: Moving, good: bool) -> None:
+        if moving.life != self.life:
+            return  # it ended with the process whose memory it moved into
         for place in moving.places:
             assert self.expected.pop(place) is moving
             assert self.memory[place] is moving, "a slot was reused while bytes moved into it"
@@ -183,6 +207,26 @@ class IndexMachine(RuleBasedStateMachine):
         groups = [g for entry in entries for g in entry.groups.values()]
         return {g.put_id for g in groups if g.checksum is None}
 
+    @rule(one_in=seldom)
+    def crash_of_the_node(self, one_in: int) -> None:
+        """It starts anew with an empty slab: leases, claims, puts and holds of before are none."""
+        if not one_in:
+            self._begin_anew()
+
+    @rule(one_in=seldom)
+    def drain(self, one_in: int) -> None:
+        """No new puts and claims; what is under way goes on. A restart ends it."""
+        self.index.draining = self.index.draining or not one_in
+
+    @rule(chain=chains, indices=ranges)
+    def status(self, chain: int, indices: range) -> None:
+        keys = [key_of(chain, i) for i in indices]
+        visible, unclaimed = self.index.status(keys, self.now_s)
+        entries = self.index.ledger.entries
+        assert visible == [k for k in keys if self.index.ledger.visible(k) is not None]
+        live = {k for k, (_, ends_s) in self.claims.items() if ends_s > self.now_s}
+        assert unclaimed == [k for k in keys if k not in entries and k not in live]
+
     @rule(chain=chains, indices=ranges)
     def lookup(self, chain: int, indices: range) -> None:
         keys = [key_of(chain, i) for i in indices]
@@ -201,13 +245,14 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(lease=leases)
     def get_renew(self, lease: Lease) -> None:
         held = self.index.get_renew(lease.lease_id, self.now_s)
-        assert held == (lease.lease_id in self.held and lease.ends_s > self.now_s)
+        assert held == (self.held.get(lease.lease_id) is lease and lease.ends_s > self.now_s)
 
     @rule(lease=consumes(leases))
     def get_end(self, lease: Lease) -> None:
-        alive = lease.lease_id in self.held and lease.ends_s > self.now_s
+        alive = self.held.get(lease.lease_id) is lease and lease.ends_s > self.now_s
         assert self.index.get_end(lease.lease_id, self.now_s) == alive
-        self.held.pop(lease.lease_id, None)
+        if alive:
+            del self.held[lease.lease_id]
 
     @rule(chain=chains, indices=ranges, owner=st.sampled_from(["o0", "o1"]))
     def pin(self, chain: int, indices: range, owner: str) -> None:
@@ -225,14 +270,29 @@ class IndexMachine(RuleBasedStateMachine):
         self.jobs_over.add(owner)
         self.protected = set()
 
-    @rule(chain=chains, by_writer=st.booleans())
-    def drop(self, chain: int, by_writer: bool) -> None:
-        def matches(header: BlockHeader) -> bool:
-            if by_writer:
-                return header.writer == SESSIONS[chain]
-            return header.tenant == f"t{chain}"
+    @rule(chain=chains, by=st.sampled_from(["writer", "tenant", "namespace", "key"]))
+    def drop(self, chain: int, by: str) -> None:
+        wanted = {
+            "writer": SESSIONS[chain],
+            "tenant": f"t{chain}",
+            "namespace": space_of(chain),
+            "key": key_of(chain, 1),
+        }[by]
+        self._drop(lambda header: getattr(header, by) == wanted)
 
-        self._drop(matches)
+    @rule(lease=leases, which=st.integers(0, 3))
+    def find_corrupt(self, lease: Lease, which: int) -> None:
+        """A reader's doubt was right: the block is gone for all but who reads it now."""
+        entry = lease.entries[which % len(lease.entries)]
+        key = entry.header.key
+        if self.index.ledger.visible(key) is not entry:
+            self.index.found_corrupt(entry, self.now_s)  # dropped or replaced meanwhile: no news
+            return
+        self.dropped.add(key)
+        self.index.found_corrupt(entry, self.now_s)
+        assert self.index.ledger.visible(key) is None
+        for _, keys in self.holds.values():
+            keys.discard(key)
 
     @rule(lease=leases)
     def drop_while_it_is_read(self, lease: Lease) -> None:
@@ -305,7 +365,7 @@ class IndexMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """At rest nothing is left over: every slot is visible or free."""
         for moving in {id(m): m for m in self.expected.values()}.values():
-            assert isinstance(moving, Moving)
+            assert isinstance(moving, Moving) and moving.life == self.life
             self.index.end_move(moving.move, None, self.now_s)
         self.index.expire(self.now_s + 1e6)
         counts = self.index.counts()
@@ -319,4 +379,4 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndex = IndexMachine.TestCase
-TestIndex.settings = settings(max_examples=150, stateful_step_count=50)
+TestIndex.settings = settings(max_examples=200, stateful_step_count=50)

@@ -70,7 +70,8 @@ class _Answers:
 
 class Client:
     """One connection to a peer. Open it with `open_client`. Mutable fields: `_waiting`, `_next_id`,
-    `closed_because`.
+    `_cancels` (ids of calls that the peer must hear are over; at most as many as were open),
+    `_has_cancels`, `closed_because`.
 
     Safe to use from any number of tasks of one event loop.
     """
@@ -80,6 +81,8 @@ class Client:
         self._replies = replies
         self._waiting: dict[int, _Answers] = {}
         self._next_id = 1
+        self._cancels: deque[int] = deque()
+        self._has_cancels = anyio.Event()
         self.peer = peer
         self.closed_because: str | None = None
 
@@ -94,7 +97,7 @@ class Client:
             if scope.cancelled_caught:
                 raise self._late(request, deadline_s)
         finally:
-            await self._end(call_id)
+            self._end(call_id)
         if kind != REPLY:
             raise errors.Unavailable(f"{self._who}: frame kind {kind} where a reply was due")
         return self._replies.decode(body)  # type: ignore[return-value]
@@ -114,7 +117,7 @@ class Client:
             if scope.cancelled_caught:
                 raise self._late(request, deadline_s)
         finally:
-            await self._end(call_id)
+            self._end(call_id)
 
     async def _items(self, answers: _Answers, request: Request[R]) -> AsyncGenerator[R, None]:
         while True:
@@ -156,29 +159,34 @@ class Client:
         except LOST as error:
             raise errors.Unavailable(f"{self._who}: {error!r}") from None
 
-    async def _end(self, call_id: int) -> None:
-        """Forget a call; one that is not over is cancelled at the peer."""
-        if self._waiting.pop(call_id, None) is None or self.closed_because is not None:
-            return
-        with anyio.move_on_after(1.0, shield=True):
-            try:
-                await self._frames.send(CANCEL, call_id, None)
-            except LOST:
-                pass  # gone already, and its handlers with it
+    def _end(self, call_id: int) -> None:
+        """Forget a call; one that is not over is cancelled at the peer.
+
+        `run` says so, however long the peer takes nothing: whoever leaves a call must not wait for
+        it, and a peer that never heard would go on with the call until its deadline.
+        """
+        if self._waiting.pop(call_id, None) is not None and self.closed_because is None:
+            self._cancels.append(call_id)
+            self._has_cancels.set()
+
+    async def _send_cancels(self) -> None:
+        while True:
+            await self._has_cancels.wait()
+            self._has_cancels = anyio.Event()
+            while self._cancels:
+                try:
+                    await self._frames.send(CANCEL, self._cancels.popleft(), None)
+                except LOST:
+                    return  # gone already, and its handlers with it
 
     async def run(self) -> None:
         """Receive frames until the connection ends; run it in the caller's task group."""
         reason = "the connection was closed"
         try:
-            while True:
-                kind, call_id, body = await self._frames.receive()
-                if call_id == 0 and kind == ERROR:
-                    raise unpack_error(body)
-                self._deliver(kind, call_id, body)
-        except LOST:
-            reason = "the connection was lost"
-        except errors.KvassError as error:
-            reason = str(error)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._send_cancels)
+                reason = await self._receive()
+                tasks.cancel_scope.cancel()
         finally:
             self.closed_because = reason
             for waiting in self._waiting.values():
@@ -186,6 +194,19 @@ class Client:
             self._waiting.clear()
             with anyio.move_on_after(1.0, shield=True):
                 await self._frames.stream.aclose()
+
+    async def _receive(self) -> str:
+        """Take in frames until the connection ends; return why it did."""
+        try:
+            while True:
+                kind, call_id, body = await self._frames.receive()
+                if call_id == 0 and kind == ERROR:
+                    raise unpack_error(body)
+                self._deliver(kind, call_id, body)
+        except LOST:
+            return "the connection was lost"
+        except errors.KvassError as error:
+            return str(error)
 
     async def close(self) -> None:
         """Close the connection; calls that wait on it fail with Unavailable."""

@@ -7,7 +7,7 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -18,16 +18,14 @@ from numpy.typing import NDArray
 
 from kvass.common.block import BlockLayout
 from kvass.common.clock import LoopClock
-from kvass.common.errors import Unavailable
 from kvass.common.executor import InlineExecutor
 from kvass.common.keys import Chain, Namespace, Salt, ranges_of
-from kvass.common.rpc.client import Client, open_client
 from kvass.common.rpc.hello import Hello
-from kvass.common.rpc.server import Server
+from kvass.common.rpc.server import Handler, Server
 from kvass.common.transport.identity import Identity
 from kvass.common.transport.memory import Attempt, Fabric, Fault, Outcome, region_of
 from kvass.common.transport.route import Setting
-from kvass.common.wire import Tags
+from kvass.common.wire import Message, Tags
 from kvass.kvstore import messages as m
 from kvass.kvstore.client import StoreClient
 from kvass.kvstore.index import Index, Limits
@@ -35,6 +33,7 @@ from kvass.kvstore.node import Node
 from kvass.kvstore.placement import StoreNode
 from kvass.kvstore.slab import Slab
 from kvass.kvstore.transfers import Transfers
+from wires import SimDialer, Weather, Wire, calm
 
 LAYOUT = BlockLayout(layers=2, kv_heads=4, head_dim=16, block_tokens=4, kv_dtype="fp8")
 TP_LAYOUT = BlockLayout(
@@ -53,63 +52,11 @@ def chain_of(
     return chain
 
 
-class Wire(anyio.abc.ByteStream):
-    """One end of a connection in memory. Mutable fields: all."""
-
-    def __init__(self) -> None:
-        self.other: Wire
-        self._buffer = bytearray()
-        self._news = anyio.Event()
-        self._closed = False
-        self.hung = False
-
-    def _wake(self) -> None:
-        self._news.set()
-        self._news = anyio.Event()
-
-    async def send(self, item: bytes) -> None:
-        await anyio.lowlevel.checkpoint()
-        if self._closed:
-            raise anyio.ClosedResourceError
-        if self.other._closed:
-            raise anyio.BrokenResourceError
-        self.other._buffer += item
-        self.other._wake()
-
-    async def receive(self, max_bytes: int = 65536) -> bytes:
-        await anyio.lowlevel.checkpoint()
-        while True:
-            if self._closed:
-                raise anyio.ClosedResourceError
-            if self._buffer and not self.hung:
-                taken = bytes(self._buffer[:max_bytes])
-                del self._buffer[:max_bytes]
-                return taken
-            if self.other._closed and not self.hung:
-                raise anyio.EndOfStream
-            await self._news.wait()
-
-    async def send_eof(self) -> None:
-        raise NotImplementedError
-
-    async def aclose(self) -> None:
-        self.cut()
-        await anyio.lowlevel.checkpoint()
-
-    def cut(self) -> None:
-        self._closed = True
-        self._wake()
-        self.other._wake()
-
-    def hang(self, hung: bool) -> None:
-        self.hung = hung
-        self._wake()
-
-
-def wire_pair() -> tuple[Wire, Wire]:
-    one, two = Wire(), Wire()
-    one.other, two.other = two, one
-    return one, two
+def chain_from(tokens: Sequence[int], salt: bytes) -> Chain:
+    """Name the blocks of a token sequence."""
+    chain = Chain(SPACE, LAYOUT.block_tokens, salt=Salt(salt))
+    chain.extend(tokens)
+    return chain
 
 
 class SlotArray:
@@ -148,6 +95,7 @@ class SimNode:
     server: Server
     identity: Identity
     scope: anyio.CancelScope
+    tasks: anyio.abc.TaskGroup
     wires: list[Wire] = field(default_factory=list)
     alive: bool = True
 
@@ -159,53 +107,43 @@ class Worker:
     store: StoreClient
     memory: SlotArray
     hello: Hello
+    dialer: SimDialer
     wires: list[Wire] = field(default_factory=list)
 
 
-class SimDialer:
-    """What rpc.Dialer is, over wires. Mutable field: `_clients`."""
-
-    def __init__(self, cluster: Cluster, hello: Hello, wires: list[Wire]) -> None:
-        self._cluster = cluster
-        self._hello = hello
-        self._wires = wires
-        self._clients: dict[str, Client] = {}
-        self._lock = anyio.Lock()
-
-    async def client(self, address: str) -> Client:
-        async with self._lock:
-            client = self._clients.get(address)
-            if client is None or client.closed_because is not None:
-                node = self._cluster.nodes.get(address)
-                if node is None or not node.alive:
-                    raise Unavailable(f"cannot connect to {address}")
-                ours, theirs = wire_pair()
-                self._wires.append(ours)
-                node.wires.append(theirs)
-                self._cluster.tasks.start_soon(node.server.serve_connection, theirs)
-                client = await open_client(ours, self._hello, Tags(m.STORE_REPLIES))
-                self._clients[address] = client
-                self._cluster.tasks.start_soon(client.run)
-            return client
-
-    async def hang_up(self, address: str) -> None:
-        client = self._clients.pop(address, None)
-        if client is not None:
-            await client.close()
+Handlers = Mapping[type[Message], Handler]
 
 
 class Cluster:
-    """Nodes by address (which is their member id). Mutable fields: `nodes`, `workers`,
-    `_starts`."""
+    """Nodes by address (which is their member id).
 
-    def __init__(self, tasks: anyio.abc.TaskGroup) -> None:
+    `weather` is what happens to frames, `around` what a node's calls are wrapped in, `new_index`
+    makes an index, `tell` lets a client know of the nodes. Mutable fields: `nodes`, `workers`,
+    `_lives` (memory that late bytes may still go to), `_starts`.
+    """
+
+    def __init__(
+        self,
+        tasks: anyio.abc.TaskGroup,
+        *,
+        weather: Weather = calm,
+        around: Callable[[str, Handlers], Handlers] = lambda member_id, handlers: handlers,
+        new_index: Callable[[int, Limits], Index] = Index,
+        tell: Callable[[StoreClient, list[StoreNode]], None] = StoreClient.set_nodes,
+    ) -> None:
         self.tasks = tasks
         self.fabric = Fabric(tasks)
         self.nodes: dict[str, SimNode] = {}
         self.workers: list[Worker] = []
+        self._weather = weather
+        self._around = around
+        self._new_index = new_index
+        self._tell = tell
+        self._lives: list[object] = []
         self._starts = 0
 
-    def _identity(self, host: str) -> Identity:
+    def identity(self, host: str) -> Identity:
+        """Return who a process is that starts now."""
         self._starts += 1
         return Identity(host_id=host, start_id=f"start-{self._starts}", pid=self._starts)
 
@@ -221,17 +159,19 @@ class Cluster:
         **limits: float,
     ) -> SimNode:
         """Start a node with room for `blocks` blocks, or start it anew."""
-        identity = self._identity(host)
+        identity = self.identity(host)
         slab = Slab(blocks * layout.block_size)
         endpoints = self.fabric.endpoints(
             identity, [slab.region], setting=setting, landing_bytes=landing_bytes
         )
-        index = Index(slab.size, Limits(epoch=identity.start_id, **limits))
+        index = self._new_index(slab.size, Limits(epoch=identity.start_id, **limits))
         node = Node(index, slab, endpoints, InlineExecutor(), LoopClock())
         hello = Hello("store", member_id, host, identity.start_id, identity.pid, {})
-        server = Server(hello, node.handlers(), on_leave=node.on_leave)
+        handlers = self._around(member_id, node.handlers())
+        server = Server(hello, handlers, on_leave=node.on_leave)
         scope = anyio.CancelScope()
-        sim = SimNode(member_id, node, index, slab, server, identity, scope)
+        sim = SimNode(member_id, node, index, slab, server, identity, scope, self.tasks)
+        self._lives.append(slab)
 
         async def run() -> None:
             with scope:
@@ -246,6 +186,7 @@ class Cluster:
         self,
         name: str = "prefill-0",
         *,
+        tasks: anyio.abc.TaskGroup | None = None,
         slots: int = 256,
         layout: BlockLayout = LAYOUT,
         groups: range | None = None,
@@ -253,34 +194,42 @@ class Cluster:
         setting: Setting = "auto",
         landing_bytes: int = 1 << 20,
     ) -> Worker:
-        """Start a worker with `slots` slots."""
-        identity = self._identity(host)
+        """Start a worker with `slots` slots; what it does by itself runs in `tasks`."""
+        tasks = tasks or self.tasks
+        identity = self.identity(host)
         memory = SlotArray(layout, slots)
         endpoints = self.fabric.endpoints(
             identity, [region_of(memory.array)], setting=setting, landing_bytes=landing_bytes
         )
         groups = range(layout.head_groups) if groups is None else groups
-        transfers = Transfers(memory, layout, groups, endpoints, InlineExecutor(), self.tasks)
-        hello = Hello("prefill", name, host, identity.start_id, identity.pid, {})
+        transfers = Transfers(memory, layout, groups, endpoints, InlineExecutor(), tasks)
+        hello = Hello(name.partition("-")[0], name, host, identity.start_id, identity.pid, {})
         wires: list[Wire] = []
-        dialer = SimDialer(self, hello, wires)
-        store = StoreClient(hello, self.tasks, dialer=dialer, transfers=transfers)
-        worker = Worker(store, memory, hello, wires)
+        dialer = self.dialer(hello, tasks, wires)
+        store = StoreClient(hello, tasks, dialer=dialer, transfers=transfers)
+        worker = Worker(store, memory, hello, dialer, wires)
         self.workers.append(worker)
+        self._lives.append(memory)
         self.share_view()
         return worker
 
-    def view(self) -> list[StoreNode]:
+    def dialer(self, hello: Hello, tasks: anyio.abc.TaskGroup, wires: list[Wire]) -> SimDialer:
+        """Return what a process dials store nodes with."""
+        replies = Tags(m.STORE_REPLIES)
+        return SimDialer(tasks, self.nodes, hello, wires, replies, self._weather)
+
+    def view(self, *, alive_only: bool = False) -> list[StoreNode]:
         """Return the nodes as the membership would."""
         return [
             StoreNode(node.member_id, node.member_id, node.slab.size, node.identity.host_id)
             for node in self.nodes.values()
+            if node.alive or not alive_only
         ]
 
     def share_view(self) -> None:
         """Tell every worker which nodes there are."""
         for worker in self.workers:
-            worker.store.set_nodes(self.view())
+            self._tell(worker.store, self.view())
 
     def kill_node(self, member_id: str) -> None:
         """Kill -9."""
@@ -293,6 +242,7 @@ class Cluster:
 
     def kill_worker(self, worker: Worker) -> None:
         """Kill -9; the worker's own tasks are the test's to cancel."""
+        worker.dialer.is_over = True
         self.fabric.kill(worker.hello.start_id)
         for wire in worker.wires:
             wire.cut()
@@ -300,12 +250,16 @@ class Cluster:
     def hang_node(self, member_id: str, hung: bool) -> None:
         """SIGSTOP, SIGCONT."""
         node = self.nodes[member_id]
-        for wire in node.wires:
+        self.hang(node.identity.start_id, node.wires, hung)
+
+    def hang(self, start_id: str, wires: list[Wire], hung: bool) -> None:
+        """Stop or continue any process, as far as its connections and its memory go."""
+        for wire in wires:
             wire.hang(hung)
         if hung:
-            self.fabric.hang(node.identity.start_id)
+            self.fabric.hang(start_id)
         else:
-            self.fabric.resume(node.identity.start_id)
+            self.fabric.resume(start_id)
 
     def check(self) -> None:
         """Assert every living node's conservation law."""

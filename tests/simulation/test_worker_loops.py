@@ -10,16 +10,14 @@ import anyio
 import pytest
 import trio.testing
 
+from hash_model import BLOCK, reference
 from kvass.common.errors import KvassError
-from store_sim import Cluster, cluster
+from store_sim import Cluster, chain_from, cluster
 from worker_sim import (
-    BLOCK,
     Decoder,
     Prefiller,
     add_decoder,
     add_prefiller,
-    chain_from,
-    reference,
 )
 
 pytestmark = pytest.mark.anyio

@@ -1,25 +1,18 @@
-"""Prefill and decode loops over a simulated store, with a model that notices every wrong byte.
-
-The model's KV of a token is a hash of the KV of the token before and the token itself, written to
-the pool's real slots; the next token is taken from the last hash. So a row that reads a wrong slot,
-a late byte or a block of another prefix gives another token, and so do all after it.
-"""
+"""Prefill and decode loops over a simulated store, with a model that notices every wrong byte."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import TypeVar
 
 import anyio
 import anyio.abc
 import tokenizers
-import torch
 
+from hash_model import BLOCK, VOCABULARY, HashModel
 from kvass.common.costs import Costs
-from kvass.common.keys import Chain, Salt
-from kvass.common.model.runner import Rows
 from kvass.common.model.tokenizer import Tokenizer
 from kvass.common.pool.pool import BlockPool
 from kvass.common.pool.table import BlockTable
@@ -36,68 +29,10 @@ from kvass.prefill.loop import PrefillLoop
 from kvass.prefill.publish import Publisher
 from kvass.prefill.schedule import Job, due_s
 from kvass.prefill.schedule import Scheduler as PrefillScheduler
-from store_sim import LAYOUT, SPACE, Cluster, SlotArray, Worker
+from store_sim import LAYOUT, Cluster, Worker, chain_from
 
-VOCABULARY = 16
-BLOCK = LAYOUT.block_tokens
-CELL = 8  # bytes of a token's KV here
 CLAIM_S = 2.0
 T = TypeVar("T")
-
-
-def kv_of(before: bytes, token: int) -> bytes:
-    """The KV of a token after everything that `before` stands for."""
-    return blake2b(before + token.to_bytes(4, "little"), digest_size=CELL).digest()
-
-
-def next_of(kv: bytes) -> int:
-    return kv[0] % VOCABULARY
-
-
-def reference(prompt: Sequence[int], count: int) -> list[int]:
-    """What the model answers when nothing is cached, lost or shared."""
-    kv = bytes(CELL)
-    for token in prompt:
-        kv = kv_of(kv, token)
-    answer = []
-    for _ in range(count):
-        answer.append(next_of(kv))
-        kv = kv_of(kv, answer[-1])
-    return answer
-
-
-class HashModel:
-    """A `Runner` whose forward pass is `kv_of`. Mutable field: `rows` computed so far."""
-
-    def __init__(self, memory: SlotArray) -> None:
-        self._memory = memory
-        self.rows = 0
-
-    def run(self, pieces: Sequence[Rows]) -> torch.Tensor | None:
-        last = [self._run(piece) for piece in pieces]
-        self.rows += sum(len(piece.tokens) for piece in pieces)
-        wanted = [kv for kv, piece in zip(last, pieces, strict=True) if piece.logits]
-        if not wanted:
-            return None
-        logits = torch.zeros(len(wanted), VOCABULARY)
-        for row, kv in enumerate(wanted):
-            logits[row, next_of(kv)] = 1.0
-        return logits
-
-    def _run(self, piece: Rows) -> bytes:
-        kv = self._read(piece, piece.start - 1) if piece.start else bytes(CELL)
-        for position, token in enumerate(piece.tokens, piece.start):
-            if piece.write:
-                kv = kv_of(kv, token)
-                slot, offset = piece.slots[position // BLOCK], position % BLOCK * CELL
-                self._memory.array[slot, offset : offset + CELL] = list(kv)
-            else:
-                kv = self._read(piece, position)
-        return kv
-
-    def _read(self, piece: Rows, position: int) -> bytes:
-        slot, offset = piece.slots[position // BLOCK], position % BLOCK * CELL
-        return bytes(self._memory.array[slot, offset : offset + CELL])
 
 
 class SlowExecutor:
@@ -112,7 +47,8 @@ class SlowExecutor:
         return function()
 
 
-def _tokenizer() -> Tokenizer:
+@functools.cache
+def tokenizer() -> Tokenizer:
     vocabulary = {f"t{index}": index for index in range(VOCABULARY)}
     model = tokenizers.models.WordLevel(vocabulary, unk_token="t0")
     return Tokenizer(tokenizers.Tokenizer(model), eos_token_ids=())
@@ -188,7 +124,7 @@ class Decoder:
                 request, BlockTable(self.pool, chain_from(prompt, salt)), list(prompt)
             ),
             row=RowState(request.sampling, request.stop, prompt=prompt, eos_token_ids=()),
-            text=TextStream(_tokenizer(), prompt, request.stop, frozenset()),
+            text=TextStream(tokenizer(), prompt, request.stop, frozenset()),
             on_pulled=release,
         )
         if not prefill_pending:
@@ -207,12 +143,6 @@ class Decoder:
                     return tokens, delta.computed
         finally:
             self.loop.leave(ticket)
-
-
-def chain_from(tokens: Sequence[int], salt: bytes) -> Chain:
-    chain = Chain(SPACE, BLOCK, salt=Salt(salt))
-    chain.extend(tokens)
-    return chain
 
 
 def add_prefiller(

@@ -1,0 +1,136 @@
+"""The members of a simulated cluster, and what each is told of the others.
+
+Membership's news comes late, and to each in its own time. The gateway's view is the real table.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import anyio
+import anyio.abc
+
+from disturbance import Disturbance
+from kvass.common.membership import ROLES, Load, NodeTable, Peer, Role
+from kvass.kvstore.client import StoreClient
+from kvass.kvstore.placement import StoreNode
+from lives import Life, live
+from scenario import Member, Scenario
+from store_sim import Cluster
+from verdict import WatchedIndex
+
+LOAD_S = 0.5
+
+
+class View:
+    """What the gateway knows of the workers. Mutable field: `table`."""
+
+    def __init__(self) -> None:
+        self.table = NodeTable(ROLES)
+
+    def live(self, role: Role) -> list[Peer]:
+        return self.table.live(role, anyio.current_time())
+
+    def load_of(self, peer: Peer) -> Load:
+        return self.table.load(peer.start_id)
+
+    def refused(self, peer: Peer) -> None:
+        self.table.refused(peer.start_id, anyio.current_time())
+
+
+class Members:
+    """Store nodes and workers. Mutable fields: `lives` (the present start of each worker, by member
+    id), `gateway_stores` (the gateway's clients of the store), `view`."""
+
+    def __init__(
+        self, scenario: Scenario, disturbance: Disturbance, tasks: anyio.abc.TaskGroup
+    ) -> None:
+        self.scenario = scenario
+        self.tasks = tasks
+        self.rng = random.Random(f"news {scenario.seed}")
+        self.lives: dict[str, Life] = {}
+        self.gateway_stores: list[StoreClient] = []
+        self.view = View()
+        self.view.table.link_up(-1e3)  # long ago: silence counts from the beginning
+        self._disturbance = disturbance
+        self.sim = Cluster(
+            tasks,
+            weather=disturbance.frame,
+            around=disturbance.around,
+            new_index=WatchedIndex,
+            tell=self._tell,
+        )
+        self.sim.fabric.fault = disturbance.move
+
+    async def start(self) -> None:
+        """Start everybody; the run begins when all know of each other."""
+        for member in self.scenario.stores:
+            self.start_store(member)
+        for member in (*self.scenario.prefills, *self.scenario.decodes):
+            await self.start_worker(member)
+        for store in self._stores():
+            store.set_nodes(self.sim.view())
+        self.tasks.start_soon(self._loads)
+
+    def start_store(self, member: Member) -> None:
+        """Start a store node, or start it anew: it has nothing of what it had."""
+        self.sim.add_node(
+            member.member_id,
+            blocks=member.size,
+            setting=member.setting,
+            landing_bytes=member.landing_bytes,
+            claim_s=self.scenario.claim_s,
+            hold_s=self.scenario.hold_s,
+        )
+
+    async def start_worker(self, member: Member) -> None:
+        """Start a worker, and let the gateway hear of it."""
+        serve = partial(
+            live,
+            self.sim,
+            member,
+            window=self.scenario.window,
+            claim_s=self.scenario.claim_s,
+            around=self._disturbance.around,
+        )
+        life = self.lives[member.member_id] = await self.tasks.start(serve)
+        peer = Peer(
+            role=life.role,
+            member_id=member.member_id,
+            start_id=life.hello.start_id,
+            host_id=life.hello.host_id,
+            pid=life.hello.pid,
+            state="ready",
+            started_s=anyio.current_time(),
+            address=member.member_id,
+        )
+        self.view.table.saw_presence(peer, anyio.current_time())
+
+    def _stores(self) -> list[StoreClient]:
+        return [
+            *self.gateway_stores,
+            *(life.worker.store for life in self.lives.values() if life.alive),
+        ]
+
+    def _tell(self, store: StoreClient, nodes: list[StoreNode]) -> None:
+        """News of nodes comes to each member in its own time."""
+        self.tasks.start_soon(self._tell_later, store, self.rng.choice([0.0, 0.3, 3.0]))
+
+    async def _tell_later(self, store: StoreClient, most_s: float) -> None:
+        await anyio.sleep(most_s * self.rng.random())
+        if store in self._stores():
+            store.set_nodes(self.sim.view(alive_only=True))
+
+    async def _loads(self) -> None:
+        while True:
+            for life in self.lives.values():
+                if life.alive and not life.hung:
+                    now_s = anyio.current_time()
+                    self.view.table.saw_load(life.hello.start_id, life.load(), now_s)
+            await anyio.sleep(LOAD_S)
+
+    def share(self) -> None:
+        """Let the news of which nodes there are set out."""
+        for store in self._stores():
+            self._tell(store, [])
