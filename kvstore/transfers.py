@@ -20,8 +20,8 @@ from kvass.common.transport.endpoints import Endpoints
 from kvass.kvstore import messages as m
 from kvass.kvstore.checksum import sums
 
-# One call's bytes over TCP: some milliseconds, and a landing memory holds several.
-TCP_BATCH_BYTES = 8 << 20
+# One call's bytes over TCP: some milliseconds, and a landing memory of the default size holds four.
+TCP_BATCH_BYTES = 16 << 20
 LANDING_SHARE = 4  # no batch takes more than this part of the landing memory
 TRANSFER_S = 10.0  # of one batch: bounds what a hanging peer can hold up
 

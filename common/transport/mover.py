@@ -174,6 +174,8 @@ class Mover:
             while not self._closing.is_set():
                 commanded = self._run_commands(self._pause(empty))
                 moved = self._poll()
+                if 0 < empty < SPINS:
+                    time.sleep(0)  # lets the event loop have the interpreter lock between two polls
                 empty = 0 if commanded or moved else empty + 1
         finally:
             self._closing.set()
@@ -190,7 +192,6 @@ class Mover:
         """Run what is queued; wait up to `pause_s` (None: for ever) when nothing is."""
         try:
             if pause_s == 0.0:
-                time.sleep(0)  # lets the event loop have the interpreter lock between two polls
                 command = self._commands.get_nowait()
             else:
                 command = self._commands.get(timeout=pause_s)

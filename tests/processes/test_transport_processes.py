@@ -29,11 +29,6 @@ SIZE = 128 * MIB  # takes TCP 40 ms or more: long enough to interrupt
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def peer() -> Iterator[Peer]:
     other = Peer(SIZE, fill=7)
     yield other
@@ -91,7 +86,7 @@ async def test_read_over_cma_brings_the_right_bytes(
     copies = blocks(array, peer, 64)
     await reader_of(own).read(peer.card.start_id, copies, deadline_s=5, in_place=in_place)
     assert (found == right[:, None]).all()
-    assert counts == sorted(counts) and counts[-1] == 64 and len(counts) > 4
+    assert counts == sorted(counts) and counts[-1] == 64 and len(counts) > 1
     assert (array[64 * BLOCK :] == 5).all()
 
 
@@ -110,6 +105,7 @@ async def test_write_over_tcp_brings_the_right_bytes(
     assert counts["free"] == counts["total"]
 
 
+@pytest.mark.fault(number=3)
 async def test_killed_peer_is_noticed_in_mid_read(peer: Peer, own: Endpoints, array: Bytes) -> None:
     reader = reader_of(own)
     await reader.attach(peer.card)
@@ -155,6 +151,8 @@ async def test_killed_peer_is_noticed_in_mid_write(
     assert time.monotonic() - killed_at[0] < 1.0
 
 
+@pytest.mark.fault(number=2)
+@pytest.mark.fault(number=3)
 async def test_stopped_writer_lands_no_late_byte(peer: Peer, own: Endpoints) -> None:
     loan = await own.landing.lend(SIZE)
     assert loan is not None
@@ -198,6 +196,8 @@ async def write_to(peer: Peer, own: Endpoints, array: Bytes, size: int) -> None:
     assert await peer.ask("take", 10.0) == "done"
 
 
+@pytest.mark.fault(number=2)
+@pytest.mark.fault(number=3)
 async def test_stopped_landing_gets_no_late_byte(peer: Peer, own: Endpoints, array: Bytes) -> None:
     await write_to(peer, own, array, MIB)
     await peer.ask("fill", 7)
