@@ -110,7 +110,9 @@ class GroupWork:
         """
         group = self._group
         if group.depth == 1:
-            torch.add(self._outputs, 0.0, out=self._merged)  # A lone weight is exactly 1.
+            # A lone weight is exactly 1. Items are not in their tiles' order: masked ones come last.
+            torch.index_select(self._outputs, 0, group.tile_items, out=self._merged)
+            self._merged.add_(0.0)
             return
         by_tile = self._tops.index_select(0, group.tile_items).view(group.tiles, group.depth, -1)
         top = by_tile.amax(1).index_select(0, group.item_tile)
