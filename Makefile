@@ -32,7 +32,8 @@ check: $(VENV)/installed-dev ## Format, lint, types, import contracts, tidiness
 
 soak: $(VENV)/installed-dev ## Thousands of simulated clusters; property tests, with many more examples
 	@$(BIN)/python tests/simulation/repeat.py $(SEEDS_FROM) --count $(SEEDS)
-	@exec $(BIN)/pytest -m "not process and not model" --hypothesis-profile=soak
+	@$(BIN)/pytest -m "not process and not model" --hypothesis-profile=soak
+	@KVASS_CHAOS_S=1200 exec $(BIN)/pytest -s tests/processes/test_chaos.py
 
 clean: ## Remove what was installed and built (not the model's cache)
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -307,6 +307,7 @@ class Member:
     async def _report(self) -> None:
         """Send the load, and look who went silent."""
         while True:
+            self.table.tick(self._clock.now_s())
             self.table.forget_unconfirmed(self._clock.now_s())
             self._notice()
             for role in ROLES:

@@ -2,10 +2,14 @@
 
 A member is its id with the id of its start. Presence and 'gone' name both, so what is said of an
 earlier start never touches a later one, in whatever order it arrives. Live means: present, and
-heard of within LIVE_S, judged only while the own link to the broker is up:
+heard of within LIVE_S, judged only while the own link to the broker is up, and while this process
+runs: one that was stopped, or starved, has heard of nobody, and that says nothing of them.
 
     own link      ──up──┐       down       ┌──up─────────────────────────
     judged by     heard │ the last view    │ REJOIN_S of grace │ heard
+
+    own ticks     ─┬─┬─┬─┐   none for ASLEEP_S    ┌─┬─┬─┬─┬─┬─┬─┬─┬─┬─
+    judged by     heard  │ the last view          │ WAKING_S of grace │ heard
 
 It refuses to know how messages travel and what a load's numbers mean.
 """
@@ -25,6 +29,8 @@ Load = Mapping[str, int | float | str]
 
 LIVE_S = 3.0  # six loads at two a second: one lost message or one long pause demotes nobody
 REJOIN_S = 5.0  # after a broker's return: its clients come back within the longest backoff, 1 s
+ASLEEP_S = 1.0  # without a tick of one's own, twice as long as they are apart
+WAKING_S = 1.0  # two loads of everybody, and what waited in the socket
 DEMOTED_S = 2.0  # after a refused connection, before the peer is tried again
 
 
@@ -63,9 +69,9 @@ class Entry:
 class NodeTable:
     """The members that this one knows of.
 
-    Mutable fields: `_entries` by start id, `_link_up`, `_judged_from_s`, `version` (counts changes
-    of who is present; not of loads). `followed` names the roles whose loads are received: only
-    those can be missed; of others, presence is all that is known.
+    Mutable fields: `_entries` by start id, `_link_up`, `_judged_from_s`, `_ticked_s`, `version`
+    (counts changes of who is present; not of loads). `followed` names the roles whose loads are
+    received: only those can be missed; of others, presence is all that is known.
     """
 
     def __init__(self, followed: Collection[str] = ROLES) -> None:
@@ -73,6 +79,7 @@ class NodeTable:
         self._entries: dict[str, Entry] = {}
         self._link_up = False
         self._judged_from_s = 0.0
+        self._ticked_s: float | None = None
         self.version = 0
 
     def link_up(self, now_s: float) -> None:
@@ -85,6 +92,12 @@ class NodeTable:
     def link_down(self) -> None:
         """The own connection is lost: keep the last view."""
         self._link_up = False
+
+    def tick(self, now_s: float) -> None:
+        """This process runs; called twice a second, or nobody is judged."""
+        if self._was_asleep(now_s):
+            self._judged_from_s = max(self._judged_from_s, now_s + WAKING_S)
+        self._ticked_s = now_s
 
     def saw_presence(self, peer: Peer, now_s: float) -> None:
         """Take in a presence message, retained or fresh."""
@@ -151,11 +164,14 @@ class NodeTable:
         """Judge one member: heard of lately, and not demoted."""
         if entry.demoted_until_s > now_s:
             return False
-        if not self._link_up or now_s < self._judged_from_s:
+        if not self._link_up or now_s < self._judged_from_s or self._was_asleep(now_s):
             return True
         if entry.peer.role not in self._followed:
             return entry.confirmed
         return self._is_heard(entry, now_s)
+
+    def _was_asleep(self, now_s: float) -> bool:
+        return self._ticked_s is not None and now_s - self._ticked_s > ASLEEP_S
 
     def _is_heard(self, entry: Entry, now_s: float) -> bool:
         return now_s - entry.heard_s <= LIVE_S

@@ -5,7 +5,17 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvass.common.membership import DEMOTED_S, LIVE_S, REJOIN_S, NodeTable, Peer, Role, State
+from kvass.common.membership import (
+    ASLEEP_S,
+    DEMOTED_S,
+    LIVE_S,
+    REJOIN_S,
+    WAKING_S,
+    NodeTable,
+    Peer,
+    Role,
+    State,
+)
 
 
 def peer(
@@ -55,6 +65,30 @@ def test_silence_ends_life_and_a_load_brings_it_back() -> None:
     table.saw_load("a", {"running": 2}, LIVE_S + 1)
     assert ids(table, LIVE_S + 1) == ["a"]
     assert table.load("a") == {"running": 2}
+
+
+def test_whoever_was_stopped_has_heard_of_nobody_and_judges_nobody() -> None:
+    table = linked()
+    table.saw_presence(peer(), 0.0)
+    table.saw_presence(peer("decode-1", "b"), 0.0)
+    table.tick(0.0)
+    woke_s = 100.0
+    assert ids(table, woke_s) == ["a", "b"], "before the first tick after it"
+    table.tick(woke_s)
+    assert ids(table, woke_s) == ["a", "b"]
+    table.saw_load("a", {}, woke_s + 0.4)
+    for ticks in range(1, 4):
+        table.tick(woke_s + ticks * WAKING_S / 3)
+    assert ids(table, woke_s + WAKING_S) == ["a"], "and then as ever"
+
+
+def test_ticks_in_time_change_no_judgement() -> None:
+    table = linked()
+    table.saw_presence(peer(), 0.0)
+    for ticks in range(1 + round(LIVE_S / ASLEEP_S)):
+        table.tick(ticks * ASLEEP_S)
+    assert ids(table, LIVE_S) == ["a"]
+    assert ids(table, LIVE_S + 0.01) == []
 
 
 def test_an_old_last_will_does_not_end_a_new_start() -> None:

@@ -110,7 +110,7 @@ class GroupWork:
         """
         group = self._group
         if group.depth == 1:
-            # A lone weight is exactly 1. Items are not in their tiles' order: masked ones come last.
+            # A lone weight is exactly 1. Items are not in their tiles' order: masked ones are last.
             torch.index_select(self._outputs, 0, group.tile_items, out=self._merged)
             self._merged.add_(0.0)
             return

@@ -98,6 +98,8 @@ async def until(true: Callable[[], bool], *, within_s: float) -> None:
             await anyio.sleep(0.01)
 
 
+@pytest.mark.process
+@pytest.mark.fault(number=49)
 async def test_a_killed_member_is_gone_within_a_second_and_its_successor_stays(
     broker: str,
 ) -> None:
@@ -119,6 +121,8 @@ async def test_a_killed_member_is_gone_within_a_second_and_its_successor_stays(
                 await live(watcher, "decode", [], within_s=1)
 
 
+@pytest.mark.process
+@pytest.mark.fault(number=24)
 async def test_a_member_that_disagrees_is_refused_with_the_field_named(broker: str) -> None:
     async with run_broker(broker), started(broker, "decode", "decode-0") as first:
         await first.next()
@@ -159,6 +163,7 @@ async def test_a_store_that_serves_any_model_joins_all(broker: str) -> None:
         assert decode.live("store")[0].details == {"capacity_bytes": 5}
 
 
+@pytest.mark.fault(number=32)
 async def test_serving_goes_on_without_the_broker_and_all_rejoin(broker: str) -> None:
     watcher, decode = member(broker, "gateway", "g"), member(broker, "decode", "d")
     async with AsyncExitStack() as stack:
@@ -196,6 +201,7 @@ async def test_a_member_that_is_taken_for_dead_says_that_it_is_not(broker: str) 
         await live(watcher, "decode", [start_id], within_s=2)
 
 
+@pytest.mark.process
 async def test_commands_reach_their_member_only(broker: str) -> None:
     async with (
         run_broker(broker),

@@ -116,6 +116,8 @@ def test_what_is_wrong_is_refused_with_its_name(up: Cluster, client: openai.Open
 # --- the golden rule ------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(number=13)
+@pytest.mark.fault(number=43)
 @pytest.mark.parametrize("tokens", [TOKENS - 1, TOKENS, TOKENS + 1])
 def test_the_same_tokens_wherever_the_kv_is(up: Cluster, control: Control, tokens: int) -> None:
     prompt = control.prompt(tokens, seed=tokens)
@@ -141,6 +143,7 @@ def test_the_same_tokens_wherever_the_kv_is(up: Cluster, control: Control, token
     assert (again.said, again.cached_tokens) == (cold.said, 0)
 
 
+@pytest.mark.fault(number=43)
 def test_a_small_hole_is_filled_by_decode(up: Cluster, control: Control) -> None:
     prompt = control.prompt(200, seed=20)
     cold = up.ask(prompt)

@@ -29,6 +29,13 @@ def until_lost(up: Cluster, member_id: str) -> None:
     )
 
 
+def resumed(up: Cluster) -> float:
+    """Return how many streams the gateway had to resume on another decode worker."""
+    found = re.search(r"^kvass_\w*resumed_total (\S+)$", up.http.get("/metrics").text, re.MULTILINE)
+    assert found is not None
+    return float(found[1])
+
+
 def status(up: Cluster) -> str:
     """Return what `kvass status` prints."""
     return subprocess.run(
@@ -37,17 +44,24 @@ def status(up: Cluster) -> str:
     ).stdout  # fmt: skip
 
 
+@pytest.mark.fault(number=29)
 def test_a_prefill_worker_killed_in_mid_job_and_missed_after_that() -> None:
     with cluster() as up:
         control = Control(up)
         prompt = control.prompt(LONG, seed=1)
         cold = up.ask(prompt, cache_salt="cold")
-        with ThreadPoolExecutor(1) as threads:
+        other = control.prompt(40, seed=3)
+        undisturbed = up.ask(other, max_tokens=100)
+        with ThreadPoolExecutor(2) as threads:
+            beside = threads.submit(up.stream, other, max_tokens=100)
             asking = threads.submit(up.stream, prompt)
             up.until(lambda: bool(control.stored(prompt)), "the job's first blocks are stored")
+            assert not beside.done()
             up.kill("prefill-0")
             answer = asking.result()
+            assert beside.result().said == undisturbed.said
         assert answer.said == cold.said
+        assert resumed(up) == 0, "the other stream never left its worker"
         # What the dead worker computed of the prompt cannot be known: all of it, at worst.
         assert answer.cached_tokens == 0
         until_lost(up, "prefill-0")
@@ -62,6 +76,10 @@ def test_a_prefill_worker_killed_in_mid_job_and_missed_after_that() -> None:
         up.until_idle()
 
 
+@pytest.mark.fault(number=29)
+@pytest.mark.fault(number=30)
+@pytest.mark.fault(number=31)
+@pytest.mark.fault(number=33)
 def test_members_of_a_bigger_cluster_are_killed_one_by_one() -> None:
     """Two prefill, two decode, three stores, over TCP: one of each goes, in mid-work."""
     counts = ("--prefill", "2", "--decode", "2", "--store", "3")

@@ -31,6 +31,8 @@ def control(up: Cluster) -> Control:
     return Control(up)
 
 
+@pytest.mark.fault(number=2)
+@pytest.mark.fault(number=6)
 @pytest.mark.parametrize("stored", [0, 1, LONG // BLOCK])
 def test_a_client_that_leaves_before_the_first_token(
     up: Cluster, control: Control, stored: int
@@ -58,6 +60,7 @@ def send_request(client: socket.socket, body: dict[str, object]) -> None:
     client.sendall(head.encode() + content)
 
 
+@pytest.mark.fault(number=6)
 def test_clients_that_leave_in_mid_stream(up: Cluster, control: Control) -> None:
     prompts = [control.prompt(100, seed=80 + i) for i in range(4)]
 

@@ -62,13 +62,16 @@ def suspended(up: Cluster) -> int:
     return count
 
 
+@pytest.mark.fault(number=47)
 def test_more_prompts_than_the_store_holds() -> None:
     """Two thirds of a prompt's blocks fit, and half of those may be held."""
     with cluster("--slab-bytes", str(8 << 20), "--max-model-len", "2048") as up:
         control = Control(up)
         prompts = [control.prompt(800 + 16 * i, seed=30 + i) for i in range(3)]
+        cold = [up.ask(prompt, cache_salt="cold") for prompt in prompts]
         with ThreadPoolExecutor(3) as threads:
             together = list(threads.map(up.ask, prompts))
+        assert [answer.said for answer in together] == [answer.said for answer in cold]
         up.until_idle()
         node = up.overview()["store"][0]
         assert node["evictions"] > 0 and node["visible_bytes"] <= 8 << 20

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
 
 import anyio
 import pytest
@@ -23,47 +22,17 @@ from store_peer import (
     started,
     worker,
 )
+from store_rest import at_rest, counts_of, until
 from store_sim import chain_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.process]
 BLOCKS = 64
-SETTLE_S = 15.0  # the put's deadline, the landing's bound, and a busy machine
-REST = ("writing_bytes", "retired_bytes", "quarantined_bytes", "leases", "puts")
-LANDING = ("landing_lent_bytes", "landing_quarantined_bytes")
 
 
 @pytest.fixture(params=["cma", "tcp"])
 def way(request: pytest.FixtureRequest) -> Setting:
     setting: Setting = request.param
     return setting
-
-
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    with anyio.fail_after(SETTLE_S):
-        while not await condition():  # noqa: ASYNC110 (another process's state)
-            await anyio.sleep(0.05)
-
-
-async def counts_of(store: StoreClient) -> dict[str, str | int]:
-    found: list[dict[str, str | int]] = []
-
-    async def answered() -> bool:
-        found[:] = await store.stats()
-        return bool(found)
-
-    await until(answered)
-    return found[0]
-
-
-async def at_rest(store: StoreClient) -> dict[str, str | int]:
-    """Wait until nothing is left over; return the counts."""
-
-    async def rested() -> bool:
-        counts = await counts_of(store)
-        return not any(counts[name] for name in (*REST, *LANDING))
-
-    await until(rested)
-    return await counts_of(store)
 
 
 async def test_blocks_go_from_process_to_process(way: Setting) -> None:
@@ -96,6 +65,8 @@ async def storm(other: Process, store: StoreClient) -> None:
     await until(writing)
 
 
+@pytest.mark.fault(number=3)
+@pytest.mark.fault(number=8)
 async def test_a_writer_killed_in_mid_put_leaves_nothing(way: Setting) -> None:
     with started(run_node, config_of(way)) as node:
         address = await node.answer()
@@ -113,6 +84,8 @@ async def test_a_writer_killed_in_mid_put_leaves_nothing(way: Setting) -> None:
             assert counts["free_bytes"] == counts["total_bytes"]
 
 
+@pytest.mark.fault(number=2)
+@pytest.mark.fault(number=3)
 async def test_a_writer_stopped_in_mid_put_and_continued(way: Setting) -> None:
     with started(run_node, config_of(way)) as node:
         address = await node.answer()
@@ -141,6 +114,7 @@ async def test_a_writer_stopped_in_mid_put_and_continued(way: Setting) -> None:
                 assert counts["corrupt"] == 0
 
 
+@pytest.mark.fault(number=33)
 async def test_a_node_stopped_and_continued_is_misses_then_itself_again(way: Setting) -> None:
     with started(run_node, config_of(way)) as node:
         address = await node.answer()

@@ -1,0 +1,191 @@
+"""Processes for the store's tests that do one thing wrong: lie about bytes, stop in mid-read, come
+back at an old address.
+
+Each is a target for `store_peer.started`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Literal
+from unittest import mock
+
+import anyio
+import numpy as np
+
+from kvass.common.config import Config, TransportConfig
+from kvass.common.rpc.server import listen
+from kvass.common.transport import nixl
+from kvass.common.transport.endpoints import Endpoints
+from kvass.common.transport.identity import Identity
+from kvass.common.transport.route import Setting
+from kvass.common.transport.seam import Copies, EndpointCard, InPlace, Region, Transport
+from kvass.kvstore import service
+from store_peer import hello_of, pull, worker
+
+Lie = Literal["", "nothing", "half", "zeros"]
+LIES: tuple[Lie, ...] = ("nothing", "half", "zeros")
+TAIL = 4096  # bytes that a transfer leaves out at a block's end
+
+
+@dataclass
+class Lying:
+    """A transport that reports success, whatever it moved. Mutable: `lie`, and `told`, how often.
+
+    A write must move something: its arrival is what its target waits for.
+    """
+
+    inner: Transport
+    lie: Lie = ""
+    told: int = 0
+
+    def __post_init__(self) -> None:
+        self.kind = self.inner.kind
+
+    def card(self) -> EndpointCard:
+        return self.inner.card()
+
+    async def attach(self, card: EndpointCard) -> None:
+        await self.inner.attach(card)
+
+    def detach(self, start_id: str) -> None:
+        self.inner.detach(start_id)
+
+    async def read(
+        self,
+        start_id: str,
+        copies: Copies,
+        *,
+        deadline_s: float,
+        in_place: InPlace | None = None,
+    ) -> None:
+        ends = copies.local + copies.sizes
+
+        def lie_and_report(count: int) -> None:
+            if self.lie == "zeros":
+                for end in ends[:count]:
+                    ctypes.memset(int(end) - TAIL, 0, TAIL)
+            if in_place is not None:
+                in_place(count)
+
+        kept = self._kept(copies)
+        if kept.sizes.any():
+            await self.inner.read(start_id, kept, deadline_s=deadline_s, in_place=lie_and_report)
+        else:
+            lie_and_report(len(ends))
+
+    async def write(self, start_id: str, copies: Copies, *, tag: bytes, deadline_s: float) -> None:
+        kept = self._kept(copies)
+        sizes = np.maximum(kept.sizes, np.uint64(1))
+        moved = Copies(kept.local, kept.remote, sizes)
+        await self.inner.write(start_id, moved, tag=tag, deadline_s=deadline_s)
+
+    def _kept(self, copies: Copies) -> Copies:
+        sizes = copies.sizes
+        self.told += bool(self.lie)
+        if self.lie == "nothing":
+            sizes = np.zeros_like(sizes)
+        elif self.lie == "half":
+            sizes = sizes // np.uint64(2)
+        elif self.lie == "zeros":
+            sizes = sizes - np.uint64(TAIL)
+        return Copies(copies.local, copies.remote, sizes)
+
+
+@contextmanager
+def lying_transports(module: Any) -> Iterator[list[Lying]]:
+    """Make what `module` opens lie when it is told to; yields the transports as they are opened."""
+    opened: list[Lying] = []
+
+    async def open_lying(
+        config: TransportConfig, identity: Identity, regions: list[Region]
+    ) -> Endpoints:
+        endpoints = await nixl_open(config, identity, regions)
+        opened.append(Lying(endpoints.writer))
+        endpoints.writer = opened[-1]
+        if endpoints.reader is not None:
+            opened.append(Lying(endpoints.reader))
+            endpoints.reader = opened[-1]
+        return endpoints
+
+    nixl_open = nixl.open_endpoints
+    with mock.patch.object(module, "open_endpoints", open_lying):
+        yield opened
+
+
+def run_lying_node(pipe: Connection, config: Config) -> None:
+    """A store node that lies as it was last told to; it answers how often it has."""
+
+    async def main() -> None:
+        with lying_transports(service) as transports:
+            async with service.open_node(config, hello_of("store", "store-0")) as (_, address):
+                pipe.send(address)
+                while True:
+                    (lie,) = await asyncio.to_thread(pipe.recv)
+                    told = sum(each.told for each in transports)
+                    for each in transports:
+                        each.lie, each.told = lie, 0
+                    pipe.send(told)
+
+    asyncio.run(main())
+
+
+def run_node_at(pipe: Connection, config: Config, port: int) -> None:
+    """A store node at a port that is named: where another one was before."""
+
+    async def listen_there(host: str) -> tuple[Any, str]:
+        return await listen(host, port)
+
+    async def main() -> None:
+        with mock.patch.object(service, "listen", listen_there):
+            async with service.open_node(config, hello_of("store", "store-0")) as (_, address):
+                pipe.send(address)
+                await anyio.sleep_forever()
+
+    asyncio.run(main())
+
+
+@dataclass
+class Stopping(Lying):
+    """A transport whose process stops before its first read, with the places in its hands."""
+
+    has_stopped: bool = False
+
+    async def read(
+        self,
+        start_id: str,
+        copies: Copies,
+        *,
+        deadline_s: float,
+        in_place: InPlace | None = None,
+    ) -> None:
+        if not self.has_stopped:
+            self.has_stopped = True
+            os.kill(os.getpid(), signal.SIGSTOP)
+        await self.inner.read(start_id, copies, deadline_s=deadline_s, in_place=in_place)
+
+
+def run_stopping_reader(
+    pipe: Connection, setting: Setting, address: str, seed: int, blocks: int
+) -> None:
+    """A worker that pulls a chain and stops in the middle; continued, it says what it has (checked
+    byte by byte) and what it counted, and pulls again whenever it is asked to."""
+
+    async def main() -> None:
+        async with worker(setting, address, blocks, "slow") as (store, memory):
+            transfers = store._moving()
+            assert transfers.endpoints.reader is not None
+            transfers.endpoints.reader = Stopping(transfers.endpoints.reader)
+            pipe.send("ready")
+            while True:
+                pipe.send((sorted(await pull(store, memory, seed, blocks)), dict(store.counts)))
+                await asyncio.to_thread(pipe.recv)
+
+    asyncio.run(main())
