@@ -123,7 +123,7 @@ class Run:
         """Complain where KV was, or was not, where the condition says."""
         block = self.served.block_tokens
         for prompt, answer in zip(self.turns[turn], self.answers[condition, turn], strict=True):
-            if (answer.cached_tokens > 0) != (is_cached and len(prompt) > block):
+            if (answer.cached_tokens > 0) != (is_cached and len(prompt) >= block):
                 self.complaints.append(
                     f"{self.kv_dtype}, {condition}, turn {turn + 1}: {answer.cached_tokens} of "
                     f"{len(prompt)} tokens were cached"
