@@ -92,6 +92,14 @@ class Topics:
         return MemberTopic(parts[0], parts[1], member_id, start_id) if at else None
 
 
+def host_and_port(broker: str) -> tuple[str, int]:
+    """Return a broker's two parts; raises Invalid."""
+    host, colon, port = broker.rpartition(":")
+    if not (host and colon and port.isdecimal()):
+        raise Invalid(f"cluster.broker is {broker!r}; expected host:port")
+    return host.strip("[]"), int(port)
+
+
 def check_name(name: str, what: str) -> str:
     """Return a name that may be part of a topic; raises Invalid."""
     if _NAME.fullmatch(name) is None:
@@ -143,11 +151,8 @@ class Bus:
         on_link_up: Callable[[], Awaitable[None]],
         on_link_down: Callable[[], None],
     ) -> None:
-        host, colon, port = broker.rpartition(":")
-        if not (host and colon and port.isdecimal()):
-            raise Invalid(f"cluster.broker is {broker!r}; expected host:port")
         self.broker = broker
-        self._host, self._port = host.strip("[]"), int(port)
+        self._host, self._port = host_and_port(broker)
         self._client_id = client_id
         self._own_topic = own_topic
         self._subscriptions = list(subscriptions)

@@ -22,6 +22,7 @@ from kvass.common.errors import Invalid
 
 _STRICT = ConfigDict(extra="forbid")
 DEFAULT_MODEL = "smollm2-135m-instruct"
+DEFAULT_BROKER = "127.0.0.1:1883"  # where members look when none is named
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
@@ -35,7 +36,7 @@ class ClusterConfig:
     block_tokens: int = 16
     head_groups: int = 1  # the largest tensor-parallel degree that is served
     max_model_len: int = 0  # tokens; 0: what the model was made for
-    broker: str = "127.0.0.1:1883"
+    broker: str = ""  # host:port; empty: DEFAULT_BROKER, or `kvass up`'s own
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)

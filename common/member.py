@@ -28,7 +28,7 @@ from prometheus_client import CollectorRegistry
 
 from kvass.common import bus, metrics
 from kvass.common.clock import Clock, RealClock
-from kvass.common.config import Config, difference
+from kvass.common.config import DEFAULT_BROKER, Config, difference
 from kvass.common.errors import Incompatible, Invalid, KvassError, Unavailable
 from kvass.common.membership import ROLES, Entry, Load, NodeTable, Peer, Role, State
 from kvass.common.rpc.hello import Hello
@@ -109,7 +109,7 @@ class Member:
         self._metrics = metrics.MemberMetrics(self.registry)
         self._own = (role, member_id, identity.start_id)
         self._bus = bus.Bus(
-            config.cluster.broker,
+            config.cluster.broker or DEFAULT_BROKER,
             client_id=f"kvass-{identity.start_id}",
             own_topic=self._topics.presence(*self._own),
             subscriptions=[

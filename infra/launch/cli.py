@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from kvass.common import config as configuration
-from kvass.common.config import ClusterConfig, Config
+from kvass.common.config import Config
 from kvass.common.errors import KvassError
 from kvass.common.membership import Role
 from kvass.launch.role import run_role
@@ -131,8 +131,8 @@ Broker = Annotated[
     typer.Option(
         "--broker",
         metavar="HOST:PORT",
-        help=f"The MQTT broker of the cluster (default: {ClusterConfig().broker}; `kvass up` runs "
-        "one of its own unless this names another).",
+        help=f"The MQTT broker of the cluster (default: {configuration.DEFAULT_BROKER}; `kvass up` "
+        "runs one of its own unless this is given).",
         rich_help_panel=_PLACE,
     ),
 ]

@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -26,7 +25,8 @@ import anyio.abc
 import httpx
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from kvass.common.config import ClusterConfig, Config
+from kvass.common.bus import host_and_port
+from kvass.common.config import Config
 from kvass.common.errors import Invalid, KvassError, Unavailable
 from kvass.common.membership import Role
 from kvass.launch.broker import run_broker
@@ -35,13 +35,14 @@ from kvass.launch.role import READY_MARK, with_model
 
 PROGRAM: tuple[str, ...] = (sys.executable, "-m", "kvass.launch.cli")
 LINE_BYTES_MAX = 1 << 16
-LAST_LINES = 20  # of a member that died
 HEALTH_INTERVAL_S = 0.05
 HEALTH_TIMEOUT_S = 120.0  # after all members are ready; it is a matter of one load message
 WHOLE_TIMEOUT_S = 3.0
 # Whoever signals a whole process group, and make in it, signals this process twice.
 SAME_SIGNAL_S = 0.5
 PORT_TRIES = 5
+BROKER_TIMEOUT_S = 3.0  # for one that is being started beside this process
+BROKER_INTERVAL_S = 0.2
 # Who leaves first, and the seconds before SIGKILL: the gateway's answers need workers, and what
 # workers let go of needs stores. Whoever stops a whole cluster does not wait for long answers.
 STOP_ORDER: tuple[tuple[tuple[Role, ...], float], ...] = (
@@ -58,7 +59,6 @@ class MemberProcess:
     role: Role
     member_id: str
     process: anyio.abc.Process
-    lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     ready: anyio.Event = field(default_factory=anyio.Event)
     imports_s: float = 0.0
     setup_s: float = 0.0
@@ -168,7 +168,7 @@ class _Supervisor:
         return member
 
     async def _watch(self, member: MemberProcess) -> None:
-        """Print a member's lines; when it has ended, say so with the last of them."""
+        """Print a member's lines; when it has ended, say so."""
         assert member.process.stdout is not None
         stream = BufferedByteReceiveStream(member.process.stdout)
         with suppress(anyio.EndOfStream, anyio.IncompleteRead, anyio.ClosedResourceError):
@@ -180,10 +180,7 @@ class _Supervisor:
         was_ready = member.ready.is_set()
         self._output.say(
             f"kvass: {member.member_id} (pid {member.process.pid}) ended with {_reason(code)}"
-            + (", and its last lines were:" if member.lines else "")
         )
-        for line in member.lines:
-            self._output.say(f"    {line}")
         if not was_ready or member.role == "gateway" or self._all_ended():
             self._exit_code = 1
             self._serving.cancel()
@@ -197,7 +194,6 @@ class _Supervisor:
             member.imports_s, member.setup_s = float(imports_s), float(setup_s)
             member.ready.set()
             return
-        member.lines.append(line)
         self._output.say(f"{member.member_id:<10} | {line}")
 
     async def _wait_until_ready(self) -> None:
@@ -266,7 +262,8 @@ def setting(name: str, value: str) -> str:
 async def _broker(config: Config) -> AsyncIterator[str]:
     """Run the embedded broker on a free port, unless the config names another one."""
     named = config.cluster.broker
-    if named != ClusterConfig().broker:
+    if named:
+        await _reach(named)
         yield named
         return
     for _ in range(PORT_TRIES - 1):
@@ -282,6 +279,28 @@ async def _broker(config: Config) -> AsyncIterator[str]:
             await broker.__aexit__(None, None, None)
         return
     raise Unavailable(f"no free port for the broker, {PORT_TRIES} times in a row")
+
+
+async def _reach(broker: str) -> None:
+    """Wait for somebody to listen where a broker should be; raises Invalid and Unavailable.
+
+    Members wait for ever for a broker that was there once. One that never was is told here, before
+    they are started.
+    """
+    host, port = host_and_port(broker)
+    reason = "no answer"
+    with anyio.move_on_after(BROKER_TIMEOUT_S):
+        while True:
+            try:
+                await (await anyio.connect_tcp(host, port)).aclose()
+                return
+            except OSError as error:
+                reason = str(error.__cause__ or error)
+            await anyio.sleep(BROKER_INTERVAL_S)
+    raise Unavailable(
+        f"the broker {broker} cannot be reached ({reason}): start it, or leave out --broker and "
+        "`kvass up` runs one of its own"
+    )
 
 
 def _free_port() -> int:
