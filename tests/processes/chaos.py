@@ -280,6 +280,10 @@ class Saboteur:
             for each in self.outages
         )
 
+    def hits(self, role: str) -> int:
+        """Return how often members of a role were killed or stopped."""
+        return sum(each.seat.role == role for each in self.outages)
+
     def report(self) -> str:
         hit = Counter(each.seat.member_id for each in self.outages)
         return f"sabotage: {dict(self.done)}, {dict(sorted(hit.items()))}"

@@ -78,7 +78,9 @@ def test_chaos() -> None:
         unexcused = [each for each in ledger.failures if not is_excused(each, saboteur)]
         assert not unexcused, unexcused
         broken = [each for each in ledger.failures if each.kind != NOBODY]
-        assert ledger.answered >= 3 * len(broken), "errors are the exception"
+        # A hit breaks what its gateway serves just then, however many that serves on this machine.
+        assert len(broken) <= CLIENTS * saboteur.hits("gateway"), "one end a client and hit"
+        assert ledger.answered > len(broken), "errors are the exception"
         for gateway in gateways:
             gateway.until_idle(within_s=IDLE_S)
             for each in asked:

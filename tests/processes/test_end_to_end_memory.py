@@ -71,6 +71,8 @@ def test_more_prompts_than_the_store_holds() -> None:
         cold = [up.ask(prompt, cache_salt="cold") for prompt in prompts]
         with ThreadPoolExecutor(3) as threads:
             together = list(threads.map(up.ask, prompts))
+        # `full` is an answer: no job waited for room until its time was over.
+        assert not [line for line in up.lines if "kvass.gateway.session: prefill" in line]
         assert [answer.said for answer in together] == [answer.said for answer in cold]
         up.until_idle()
         node = up.overview()["store"][0]

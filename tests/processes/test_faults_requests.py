@@ -183,10 +183,10 @@ def test_contexts_that_reach_the_end_of_a_key_tile_beside_shorter_ones(
 ) -> None:
     """Attention goes by tiles of 256 keys: one context fills its first while the others do not."""
     prompts = [control.prompt(size, seed=60 + size) for size in (246, 20, 50, 100)]
-    cold = [up.ask(prompt, max_tokens=24, cache_salt="cold") for prompt in prompts]
-    for _ in range(3):
+    cold = [up.ask(prompt, max_tokens=14, cache_salt="cold") for prompt in prompts]
+    for _ in range(2):
         with ThreadPoolExecutor(len(prompts)) as threads:
-            beside = list(threads.map(lambda prompt: up.stream(prompt, max_tokens=24), prompts))
+            beside = list(threads.map(lambda prompt: up.stream(prompt, max_tokens=14), prompts))
         assert [answer.said for answer in beside] == [answer.said for answer in cold]
 
 

@@ -49,6 +49,13 @@ def started(members: Crew, *arguments: str) -> tuple[Cluster, Control]:
     return up, Control(up, tuple(each for each in settings if each != "--set"))
 
 
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[Crew, Cluster, Control]]:
+    """A decode worker and a gateway; each test leaves them as it found them."""
+    with crew() as members:
+        yield (members, *started(members))
+
+
 # --- names ----------------------------------------------------------------------------------------
 
 DERIVE = """
@@ -171,9 +178,11 @@ def test_every_setting_that_changes_kv_is_in_the_namespace() -> None:
 
 
 @pytest.mark.fault(number=36)
-def test_a_stranger_at_a_workers_address_is_asked_nothing(members: Crew) -> None:
+def test_a_stranger_at_a_workers_address_is_asked_nothing(
+    pair: tuple[Crew, Cluster, Control],
+) -> None:
     """The broker hangs meanwhile, so that the gateway's view is the old one."""
-    up, control = started(members)
+    members, up, control = pair
     prompt = control.prompt(60, seed=2)
     cold = up.ask(prompt, cache_salt="cold")
     decode = members.seats["decode-0"]
@@ -214,9 +223,11 @@ async def impostor(port: int, up: Cluster, prompt: list[int]) -> tuple[int, int]
 
 
 @pytest.mark.fault(number=49)
-def test_a_late_last_will_takes_nobody_else_along(members: Crew) -> None:
+def test_a_late_last_will_takes_nobody_else_along(
+    pair: tuple[Crew, Cluster, Control],
+) -> None:
     """A worker hangs and is started again under its name; then the one that hung dies."""
-    up, control = started(members)
+    members, up, control = pair
     prompt = control.prompt(60, seed=3)
     cold = up.ask(prompt, cache_salt="cold")
     hung = members.seats.pop("decode-0")
@@ -239,12 +250,15 @@ def test_a_late_last_will_takes_nobody_else_along(members: Crew) -> None:
 
 
 @pytest.mark.fault(number=33)
-def test_a_gateway_that_was_stopped_takes_nobody_for_lost(members: Crew) -> None:
+def test_a_gateway_that_was_stopped_takes_nobody_for_lost(
+    pair: tuple[Crew, Cluster, Control],
+) -> None:
     """Its stream goes on where it was, and it serves at once."""
-    up, control = started(members)
+    members, up, control = pair
     prompt = control.prompt(60, seed=4)
     cold = up.ask(prompt, cache_salt="cold", max_tokens=60)
     gateway, begun = members.seats["gateway-0"], list[str]()
+    before = len(gateway.lines)
     with ThreadPoolExecutor(1) as threads:
         streaming = threads.submit(up.stream, prompt, max_tokens=60, seen=begun.append)
         up.until(lambda: len(begun) > 2, "a stream")
@@ -253,5 +267,5 @@ def test_a_gateway_that_was_stopped_takes_nobody_for_lost(members: Crew) -> None
         gateway.signal(signal.SIGCONT)
         assert up.ask(prompt, max_tokens=60).said == cold.said
         assert streaming.result().said == cold.said
-    assert not [line for line in gateway.lines if "stopped being heard of" in line]
+    assert not [line for line in gateway.lines[before:] if "stopped being heard of" in line]
     up.until_idle()
