@@ -72,14 +72,14 @@ class Deliveries:
         session: str,
         moves: Sequence[Move],
         addresses: Sequence[int],
-        found: list[tuple[int, ...]],
+        found: dict[int, tuple[int, ...]],
         *,
         deadline_s: float,
     ) -> None:
         """Copy a same-host writer's bytes into the slots of `moves`.
 
-        Adds the checksums of what is in each slot to `found`, in order: of all slots when this
-        returns, of those that are whole when it raises.
+        Adds the checksums of what is in each slot to `found`, by place in `moves`: of all slots
+        when this returns, of those that are whole when it raises.
         """
         assert self._endpoints.reader is not None
         base = self._slab.address
@@ -89,8 +89,8 @@ class Deliveries:
             sizes=np.array([move.size for move in moves], dtype=np.uint64),
         )
 
-        def in_place(count: int) -> None:
-            found.extend(self._sums(move) for move in moves[len(found) : count])
+        def in_place(first: int, stop: int) -> None:
+            found.update((place, self._sums(moves[place])) for place in range(first, stop))
 
         await self._endpoints.reader.read(session, copies, deadline_s=deadline_s, in_place=in_place)
 

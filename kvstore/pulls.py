@@ -141,26 +141,23 @@ class _Batch:
             remote=np.array(sources, dtype=np.uint64),
             sizes=np.full(len(part), transfers.share, dtype=np.uint64),
         )
-        found: list[tuple[int, ...]] = []
+        found: dict[int, tuple[int, ...]] = {}
 
-        def in_place(count: int) -> None:
-            found.extend(transfers.sums(slots[len(found) : count]))
+        def in_place(first: int, stop: int) -> None:
+            found.update(zip(part[first:stop], transfers.sums(slots[first:stop]), strict=True))
 
         try:
             await transfers.endpoints.reader.read(
                 start_id, copies, deadline_s=self._left_s(), in_place=in_place
             )
         finally:  # what came before a fault is there
-            self._judge(part[: len(found)], found, announced)
+            self._judge(found, announced)
 
     def _judge(
-        self,
-        indices: Sequence[int],
-        found: Sequence[tuple[int, ...]],
-        announced: Mapping[int, tuple[int, ...]],
+        self, found: Mapping[int, tuple[int, ...]], announced: Mapping[int, tuple[int, ...]]
     ) -> None:
         """Sort blocks that are in their slots by whether their checksums are right."""
-        for index, checksums in zip(indices, found, strict=True):
+        for index, checksums in found.items():
             if checksums == announced[index]:
                 self.pulled.add(index)
             else:
@@ -194,7 +191,7 @@ class _Batch:
                 await loan.arrived(deadline_s=self._left_s())
                 targets = [self.slots[index] for index in places.indices]
                 found = await transfers.executor.run(lambda: self._copy(loan, targets))
-            self._judge(places.indices, found, self._announced(places))
+            self._judge(dict(zip(places.indices, found, strict=True)), self._announced(places))
         if self.wrong:
             suspects = tuple(self.chain.keys[index] for index in self.wrong)
             await self.link.tell(m.GetEnd(lease_id=places.lease_id, corrupt=suspects))

@@ -190,7 +190,7 @@ class PutCalls:
         blocks = list(coming)
         moves = [block.move for block in blocks]
         found = await self._state.deliveries.take(lent, moves, deadline_s=deadline_s)
-        self._judge(coming, blocks, found, outcome)
+        self._judge(coming, dict(zip(blocks, found, strict=True)), outcome)
 
     async def _read(
         self, session: str, coming: dict[_Coming, None], outcome: _Outcome, deadline_s: float
@@ -198,7 +198,7 @@ class PutCalls:
         """Read a same-host writer's slots, part by part; each block is hashed as it comes."""
         blocks = list(coming)
         for part in parts(blocks, blocks[0].move.size) if blocks else ():
-            found: list[tuple[int, ...]] = []
+            found: dict[int, tuple[int, ...]] = {}
             try:
                 await self._state.deliveries.read(
                     session,
@@ -208,17 +208,16 @@ class PutCalls:
                     deadline_s=deadline_s,
                 )
             finally:  # what came before a fault is there
-                self._judge(coming, part[: len(found)], found, outcome)
+                self._judge(coming, {part[i]: sums for i, sums in found.items()}, outcome)
 
     def _judge(
         self,
         coming: dict[_Coming, None],
-        blocks: Sequence[_Coming],
-        found: Sequence[tuple[int, ...]],
+        found: Mapping[_Coming, tuple[int, ...]],
         outcome: _Outcome,
     ) -> None:
         """Compare what is in the slots with what was announced, and end the moves."""
-        for block, checksums in zip(blocks, found, strict=True):
+        for block, checksums in found.items():
             if checksums != block.announced:
                 self._state.faults["put_corrupt"] += 1
                 outcome.corrupt.append(block.index)

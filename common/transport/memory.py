@@ -246,7 +246,7 @@ class MemoryReader:
             await move.run(self._fabric.fault(attempt))
             self._fabric.member(start_id)
             if in_place is not None:
-                in_place(len(copies.sizes))
+                in_place(0, len(copies.sizes))
             return
         raise DeadlineExceeded("the transfer did not end before its deadline")
 

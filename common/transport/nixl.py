@@ -22,14 +22,14 @@ async def open_endpoints(
 
     No socket is opened before the first TCP transfer. `close` the result before the memory goes.
     """
+    reader = None if config.kind == "tcp" else CmaTransport(identity, regions)
     mover = Mover()
-    try:
-        reader: CmaTransport | None = None
-        if config.kind != "tcp":
-            reader = await mover.call(lambda: CmaTransport(mover, identity, regions))
-        writer = TcpTransport(mover, identity, regions, interface=config.interface)
-        landing = TcpLanding(mover, identity, config.landing_bytes, interface=config.interface)
-    except BaseException:
+    writer = TcpTransport(mover, identity, regions, interface=config.interface)
+    landing = TcpLanding(mover, identity, config.landing_bytes, interface=config.interface)
+
+    def close() -> None:
+        if reader is not None:
+            reader.close()
         mover.close()
-        raise
-    return Endpoints(identity, config.kind, reader, writer, landing, mover.close)
+
+    return Endpoints(identity, config.kind, reader, writer, landing, close)

@@ -45,10 +45,6 @@ class Backend:
     error_handling: Literal["none", "peer"]
 
 
-# Cross-memory attach alone knows no failed peers: the pidfd says who is gone.
-CMA = Backend({"UCX_TLS": "posix,cma,self"}, "none")
-
-
 def tcp_backend(interface: str) -> Backend:
     """Return the TCP set-up whose data ports are bound to one interface."""
     return Backend({"UCX_TLS": "tcp", "UCX_NET_DEVICES": interface}, "peer")

@@ -67,7 +67,7 @@ class Region:
     size: int
 
 
-InPlace = Callable[[int], None]
+InPlace = Callable[[int, int], None]
 
 
 class Transport(Protocol):
@@ -95,9 +95,9 @@ class Transport(Protocol):
     ) -> None:
         """Copy remote ranges into own registered memory; returns when all bytes are in place.
 
-        `in_place(count)` is called, in whatever thread copies and before this returns, each time
-        that more of the first `count` ranges are whole: bytes are checked fastest while the cache
-        has them. It must be short and must not raise.
+        `in_place(first, stop)` is called, in whatever thread copies and before this returns or
+        raises, when the ranges [first, stop) of `copies` are whole, once for each: bytes are
+        checked fastest while the cache has them. It must be short and must not raise.
         `deadline_s` is seconds from now. Raises TransferFailed, DeadlineExceeded, Unavailable when
         the peer is not attached or its process is gone, Invalid for ranges outside registered
         memory.

@@ -68,18 +68,18 @@ class Lying:
     ) -> None:
         ends = copies.local + copies.sizes
 
-        def lie_and_report(count: int) -> None:
+        def lie_and_report(first: int, stop: int) -> None:
             if self.lie == "zeros":
-                for end in ends[:count]:
+                for end in ends[first:stop]:
                     ctypes.memset(int(end) - TAIL, 0, TAIL)
             if in_place is not None:
-                in_place(count)
+                in_place(first, stop)
 
         kept = self._kept(copies)
         if kept.sizes.any():
             await self.inner.read(start_id, kept, deadline_s=deadline_s, in_place=lie_and_report)
         else:
-            lie_and_report(len(ends))
+            lie_and_report(0, len(ends))
 
     async def write(self, start_id: str, copies: Copies, *, tag: bytes, deadline_s: float) -> None:
         kept = self._kept(copies)

@@ -28,6 +28,7 @@ from store_sim import SlotArray, chain_of
 # 192,000 bytes a block, about what the default model's fp8 blocks have.
 LAYOUT = BlockLayout(layers=30, kv_heads=3, head_dim=64, block_tokens=16, kv_dtype="fp8")
 ANSWER_S = 30.0
+STORMS = {"storm": 3.0, "patient storm": 10.0}  # seconds of a put
 
 
 def config_of(setting: Setting, *, slab_blocks: int = 256) -> Config:
@@ -84,7 +85,8 @@ def run_node(pipe: Connection, config: Config) -> None:
 
 
 def run_worker(pipe: Connection, setting: Setting, address: str, blocks: int) -> None:
-    """Serve push and pull of chains by seed; `storm` pushes new chains until the end."""
+    """Serve push and pull of chains by seed; `storm` and `patient storm` push one and drop it until
+    the end, by puts that have as long as `STORMS` says."""
 
     async def main() -> None:
         async with worker(setting, address, blocks, "other") as (store, memory):
@@ -101,7 +103,9 @@ def run_worker(pipe: Connection, setting: Setting, address: str, blocks: int) ->
                     fill(memory, seed, blocks)
                     pipe.send("storming")
                     while True:
-                        await push(store, memory, seed, blocks, filled=True)
+                        await push(
+                            store, memory, seed, blocks, filled=True, deadline_s=STORMS[verb]
+                        )
                         await store.drop(keys=chain_of(blocks, seed=seed, layout=LAYOUT).keys)
 
     asyncio.run(main())
@@ -126,13 +130,21 @@ def fill(memory: SlotArray, seed: int, blocks: int) -> None:
 
 
 async def push(
-    store: StoreClient, memory: SlotArray, seed: int, blocks: int, *, filled: bool = False
+    store: StoreClient,
+    memory: SlotArray,
+    seed: int,
+    blocks: int,
+    *,
+    filled: bool = False,
+    deadline_s: float = 3.0,
 ) -> set[int]:
     if not filled:
         fill(memory, seed, blocks)
     chain = chain_of(blocks, seed=seed, layout=LAYOUT)
     every = range(blocks)
-    result = await store.push(chain, every, every, hold_owner=None, tenant="", deadline_s=3.0)
+    result = await store.push(
+        chain, every, every, hold_owner=None, tenant="", deadline_s=deadline_s
+    )
     return result.stored
 
 

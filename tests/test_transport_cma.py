@@ -1,0 +1,230 @@
+"""Cross-memory attach within one process: how threads share a read, and how one ends.
+
+A process may read itself like any other; what takes two is in
+processes/test_transport_processes.py.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+
+import anyio
+import numpy as np
+import pytest
+
+from kvass.common.errors import DeadlineExceeded, Invalid, TransferFailed, Unavailable
+from kvass.common.transport import cma
+from kvass.common.transport.cma import CmaTransport
+from kvass.common.transport.identity import own_identity
+from kvass.common.transport.seam import Copies, Region
+from transport_peer import Bytes, address_of, memory
+
+pytestmark = pytest.mark.anyio
+
+PIECE = 100_000
+COUNT = 60
+SIZE = PIECE * COUNT  # four slices: two threads have something to share
+
+
+@pytest.fixture
+def source() -> Bytes:
+    array = memory(SIZE, 0)
+    array[:] = np.repeat(np.arange(COUNT, dtype=np.uint8), PIECE)
+    return array
+
+
+@pytest.fixture
+def target() -> Bytes:
+    return memory(SIZE, 99)
+
+
+@pytest.fixture
+def transport(source: Bytes, target: Bytes) -> Iterator[CmaTransport]:
+    regions = [Region(address_of(source), SIZE), Region(address_of(target), SIZE)]
+    opened = CmaTransport(own_identity(), regions)
+    yield opened
+    opened.close()
+
+
+def copies_of(source: Bytes, target: Bytes) -> Copies:
+    """Pieces in reverse order."""
+    offsets = np.arange(COUNT, dtype=np.uint64) * np.uint64(PIECE)
+    sizes = np.full(COUNT, PIECE, dtype=np.uint64)
+    return Copies(
+        offsets + np.uint64(address_of(target)),
+        offsets[::-1] + np.uint64(address_of(source)),
+        sizes,
+    )
+
+
+async def attached(transport: CmaTransport) -> str:
+    card = transport.card()
+    await transport.attach(card)
+    return card.start_id
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+async def test_each_range_is_reported_once_when_it_is_there(
+    transport: CmaTransport, source: Bytes, target: Bytes
+) -> None:
+    seen: list[tuple[int, str]] = []
+
+    def in_place(first: int, stop: int) -> None:
+        for number in range(first, stop):
+            piece = target[number * PIECE : (number + 1) * PIECE]
+            assert (piece == COUNT - 1 - number).all()
+            seen.append((number, threading.current_thread().name))
+
+    await transport.read(
+        await attached(transport), copies_of(source, target), deadline_s=5, in_place=in_place
+    )
+    assert sorted(number for number, _ in seen) == list(range(COUNT))
+    assert {name.rpartition("_")[0] for _, name in seen} == {"kvass-read"}
+
+
+async def test_nothing_to_read_and_one_range_longer_than_a_slice(
+    transport: CmaTransport, source: Bytes, target: Bytes
+) -> None:
+    start_id = await attached(transport)
+    nothing = Copies(*(np.zeros(0, dtype=np.uint64) for _ in range(3)))
+    await transport.read(start_id, nothing, deadline_s=5)
+    whole = (address_of(target), address_of(source), SIZE)
+    await transport.read(
+        start_id, Copies(*(np.array([n], dtype=np.uint64) for n in whole)), deadline_s=5
+    )
+    assert SIZE > cma.SLICE_BYTES and np.array_equal(source, target)
+
+
+async def test_memory_that_the_peer_does_not_have(target: Bytes) -> None:
+    """What is not registered is refused; what is, and is not mapped, fails, a part read or not."""
+    page = mmap.mmap(-1, 2 * mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = address_of(np.frombuffer(page, dtype=np.uint8))
+    hole = 1 << 40  # nobody maps the beginning of the address space
+    regions = [Region(address, mmap.PAGESIZE), Region(address_of(target), SIZE), Region(hole, SIZE)]
+    transport = CmaTransport(own_identity(), regions)
+    start_id = await attached(transport)
+
+    async def read(remote: int) -> None:
+        values = (address_of(target), remote, 16)
+        copies = Copies(*(np.array([n], dtype=np.uint64) for n in values))
+        await transport.read(start_id, copies, deadline_s=5)
+
+    try:
+        await read(address)
+        with pytest.raises(Invalid, match="not registered"):
+            await read(address + mmap.PAGESIZE)
+        with pytest.raises(TransferFailed):
+            await read(hole)
+        await read(address)
+    finally:
+        transport.close()
+    with pytest.raises(Unavailable, match="not attached"):
+        await read(address)
+
+
+class Gate:
+    """Holds reading threads in their first report. Mutable: the events."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+        self.reports = 0
+
+    def in_place(self, first: int, stop: int) -> None:
+        self.reports += 1
+        self.reached.set()
+        assert self.opened.wait(10)
+
+    async def until_reached(self) -> None:
+        with anyio.fail_after(10):
+            while not self.reached.is_set():  # noqa: ASYNC110 (a thread tells no loop)
+                await anyio.sleep(0.001)
+
+
+async def test_a_peer_that_is_forgotten_in_mid_read_is_held_until_its_end(
+    transport: CmaTransport, source: Bytes, target: Bytes
+) -> None:
+    gate, before = Gate(), open_descriptors()
+    start_id = await attached(transport)
+    assert open_descriptors() == before + 1
+    async with anyio.create_task_group() as tasks:
+
+        async def read() -> None:
+            copies = copies_of(source, target)
+            await transport.read(start_id, copies, deadline_s=10, in_place=gate.in_place)
+
+        tasks.start_soon(read)
+        await gate.until_reached()
+        transport.detach(start_id)
+        assert open_descriptors() == before + 1
+        gate.opened.set()
+    assert open_descriptors() == before
+    assert (target[:PIECE] == COUNT - 1).all() and (target[-PIECE:] == 0).all()
+
+
+async def test_a_cancelled_read_returns_when_no_thread_reads(
+    transport: CmaTransport, source: Bytes, target: Bytes
+) -> None:
+    gate = Gate()
+    start_id = await attached(transport)
+    async with anyio.create_task_group() as tasks:
+
+        async def open_late() -> None:
+            await gate.until_reached()
+            tasks.cancel_scope.cancel()
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(0.05)
+                gate.opened.set()
+
+        tasks.start_soon(open_late)
+        try:
+            await transport.read(
+                start_id, copies_of(source, target), deadline_s=10, in_place=gate.in_place
+            )
+        finally:
+            assert gate.opened.is_set()
+            target[:] = 99
+    await anyio.sleep(0.02)
+    assert gate.reports <= cma.THREADS and (target == 99).all()
+
+
+async def test_a_read_ends_at_its_deadline(
+    transport: CmaTransport, source: Bytes, target: Bytes
+) -> None:
+    gate = Gate()
+    threading.Timer(0.1, gate.opened.set).start()
+    with pytest.raises(DeadlineExceeded):
+        await transport.read(
+            await attached(transport),
+            copies_of(source, target),
+            deadline_s=0.05,
+            in_place=gate.in_place,
+        )
+
+
+async def test_closing_fails_what_is_under_way(
+    transport: CmaTransport, source: Bytes, target: Bytes
+) -> None:
+    gate, failures = Gate(), list[str]()
+    start_id = await attached(transport)
+    async with anyio.create_task_group() as tasks:
+
+        async def read() -> None:
+            try:
+                copies = copies_of(source, target)
+                await transport.read(start_id, copies, deadline_s=10, in_place=gate.in_place)
+            except Unavailable as error:
+                failures.append(str(error))
+
+        tasks.start_soon(read)
+        await gate.until_reached()
+        threading.Timer(0.05, gate.opened.set).start()
+        transport.close()
+    assert failures == ["the transport of this process was closed"]
+    assert gate.reports <= cma.THREADS
