@@ -19,6 +19,8 @@ import torch
 from kvass.common.config import DEFAULT_MODEL
 from kvass.common.model.fetch import resolve_model
 from kvass.common.model.load import load_model
+from kvass.common.model.products import Products
+from kvass.common.model.runner import uses
 from kvass.common.model.spec import load_spec
 from kvass.common.model.tokenizer import Tokenizer
 
@@ -38,7 +40,7 @@ def measure(count: int) -> dict[str, list[teacher.Disagreement]]:
     spec, tokenizer = load_spec(directory), Tokenizer.load(directory)
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     half = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
-    ours = load_model(directory, spec)
+    ours = load_model(directory, spec, counts_of=Products(uses()).counts_of)
     ours_float32 = load_model(directory, spec, dtype=torch.float32)
     ways: dict[str, Callable[[list[int]], torch.Tensor]] = {
         OURS: lambda ids: teacher.logits_of(ours, ids),

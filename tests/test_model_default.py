@@ -14,6 +14,8 @@ from kvass.common.config import DEFAULT_MODEL
 from kvass.common.kernels.torch_paged import TorchPagedKv
 from kvass.common.model.fetch import resolve_model
 from kvass.common.model.load import Model, load_model
+from kvass.common.model.products import Products
+from kvass.common.model.runner import uses
 from kvass.common.model.spec import load_spec
 from kvass.common.model.tokenizer import Tokenizer
 from kvass.common.pool.memory import SlotMemory
@@ -31,7 +33,8 @@ def directory() -> Path:
 
 @pytest.fixture(scope="module")
 def model(directory: Path) -> Model:
-    return load_model(directory, load_spec(directory))
+    """The model as a worker opens it."""
+    return load_model(directory, load_spec(directory), counts_of=Products(uses()).counts_of)
 
 
 @pytest.fixture(scope="module")
