@@ -4,9 +4,8 @@ It only reads: threads of this process copy, so when a read has returned nothing
 stopped or dead peer can change nothing here. It refuses to write.
 
 NIXL's UCX makes the same system call on one host. It is made here directly: there is no agent to
-create (0.4 s at start), to lose a request or to rebuild; threads share a large read, and each part
-is checked by the thread that copied it. A read of 64 blocks of 192,000 bytes from another process,
-hashed, took 2.1 ms through NIXL and takes 1.6 ms (`benchmarks/transfer.py`).
+create, to lose a request or to rebuild; threads share a large read, and each part is checked by the
+thread that copied it. `benchmarks/transfer.py` measures it beside memcpy and the call alone.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from kvass.common.transport.seam import (
 )
 
 PEERS_MAX = 1_024  # a pidfd each
-THREADS = 2  # two reach what the memory gives; more only take cores from computing
+THREADS = 2  # a second one gains little where memory is the limit; more take cores from computing
 # A fifth of a millisecond: how often deadlines and peers are looked at, and what a second-level
 # cache still has when it is checked.
 SLICE_BYTES = 3 << 19
