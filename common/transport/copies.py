@@ -60,13 +60,13 @@ def within(
     return inside
 
 
-def slices(copies: Copies, size: int = SLICE_BYTES) -> Iterator[Copies]:
-    """Yield pieces of `copies`, in order, none over `size` bytes or SLICE_RANGES."""
-    copies = _cut(copies, size)
+def slices(copies: Copies) -> Iterator[Copies]:
+    """Yield pieces of `copies`, in order, none over SLICE_BYTES or SLICE_RANGES."""
+    copies = _cut(copies)
     ends = np.cumsum(copies.sizes)
     first, taken = 0, 0
     while first < len(ends):
-        last = int(np.searchsorted(ends, np.uint64(taken + size), side="right"))
+        last = int(np.searchsorted(ends, np.uint64(taken + SLICE_BYTES), side="right"))
         last = min(last, first + SLICE_RANGES)
         assert last > first, "a range that is longer than a slice was not cut"
         piece = slice(first, last)
@@ -74,12 +74,12 @@ def slices(copies: Copies, size: int = SLICE_BYTES) -> Iterator[Copies]:
         first, taken = last, int(ends[last - 1])
 
 
-def _cut(copies: Copies, size: int) -> Copies:
+def _cut(copies: Copies) -> Copies:
     """Cut ranges that are longer than a slice."""
     sizes = copies.sizes
-    if not len(sizes) or int(sizes.max()) <= size:
+    if not len(sizes) or int(sizes.max()) <= SLICE_BYTES:
         return copies
-    limit = np.uint64(size)
+    limit = np.uint64(SLICE_BYTES)
     pieces = ((sizes + limit - np.uint64(1)) // limit).astype(np.int64)
     owner = np.repeat(np.arange(len(sizes)), pieces)
     number = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)

@@ -1,4 +1,4 @@
-"""NIXL between two real processes: right bytes, dead and stopped peers, ports, cost of idling."""
+"""Two real processes exchange bytes: right ones, dead and stopped peers, ports, cost of idling."""
 
 from __future__ import annotations
 
