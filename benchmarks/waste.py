@@ -8,7 +8,7 @@ and the tokens whose KV they hold. All prompts differ, so nothing is gained by s
 to get a prompt's KV:
 
     at once        its blocks come from the store within the step that admits it
-    over N steps   they come one N-th a step: slots are reserved before they are filled
+    over N steps   they come one N-th a step, and slots are taken as they come
     computed here  the store has none, and steps of 512 tokens compute them
 
 Beside it: the least that blocks of 16 can waste (half a last block a request, and the slot of the
@@ -114,6 +114,7 @@ class Worker:
     def _fetch(self, scheduler: Scheduler) -> None:
         for request, (missing, portion) in list(self.fetching.items()):
             for index in missing[:portion]:
+                assert request.table.grow((index + 1) * BLOCK_TOKENS)
                 request.table.landed(index)
             del missing[:portion]
             if not missing:
@@ -162,11 +163,12 @@ def figures(samples: dict[str, list[Sample]]) -> list[Figure]:
         waste = 100 * mean(each.waste for each in moments)
         worst = 100 * max(each.waste for each in moments)
         pool = 100 * mean(each.pool_waste for each in moments)
-        limit = LIMIT_PERCENT if way == "at once" else None
+        # Where a step may compute only 512 tokens of all prompts, most requests have few yet.
+        limit = LIMIT_PERCENT if WAYS[way] else None
         made += [
             Figure(f"{way}: mean", waste, "%", "least with blocks of 16", least, limit),
             Figure(f"{way}: worst moment", worst, "%", "8,192 reserved a request", reserved),
-            Figure(f"{way}: mean, of the whole pool", pool, "%"),
+            Figure(f"{way}: mean, of the whole pool", pool, "%", limit=LIMIT_PERCENT),
         ]
     return made
 

@@ -89,7 +89,8 @@ class Fetcher:
             await self._in_flight[table.chain.keys[indices[0]]].wait()
             return set()
         worth = [low for low in ranges_of(ours) if self._pays(low, table.block_tokens)]
-        chosen = _indices(worth)
+        size = table.block_tokens
+        chosen = [index for index in _indices(worth) if table.grow((index + 1) * size)]
         if not chosen:
             return set(ours)
         ended = Event()

@@ -4,7 +4,7 @@ A request's life, with what it owns:
 
     waiting ──admit──> fetching ──fetched──> running ──finish──> over
        ^   slots for every token  │ pulls write    │ steps write
-       │                          │ its slots      │ its slots
+       │   are promised           │ its slots      │ its slots
        └────────── suspend (the youngest, when a running request needs a slot) ──┘
 
 Every prompt token is one row, and so is every generated one: a tail, a gap that the store could not
@@ -83,7 +83,8 @@ class Scheduler:
         while self.waiting and len(self.admitted) < self.batch_requests:
             sequence = self.waiting[0]
             # One more block for each admitted request keeps admission from suspending at once.
-            if not sequence.table.open(len(sequence.tokens), spare=len(self.admitted)):
+            spare = self._promised(("fetching", "running")) + len(self.admitted)
+            if not sequence.table.open(len(sequence.tokens), spare=spare, whole=False):
                 break
             self.waiting.popleft()
             sequence.state = "fetching"
@@ -119,11 +120,13 @@ class Scheduler:
         budget = self.chunk_tokens
         computing: set[bytes] = set()
         for sequence in list(self.admitted):
-            if sequence.state != "running" or not self._grow(sequence):
+            if sequence.state != "running":
                 continue
             sequence.table.adopt()
             piece = self._piece(sequence, budget)
             if piece is None or self._is_computed_by_other(piece, computing):
+                continue
+            if not self._grow(piece):
                 continue
             if piece.stop - piece.start > 1:
                 budget -= piece.stop - piece.start
@@ -142,9 +145,19 @@ class Scheduler:
             sequence.tokens.append(token)
             sequence.table.extend(token)
 
-    def _grow(self, sequence: Sequence) -> bool:
-        """Make sure the last token has a slot, suspending younger requests for it if need be."""
-        while not sequence.table.grow(len(sequence.tokens)):
+    def _promised(self, states: tuple[State, ...]) -> int:
+        """Return how many slots requests in these states will still take for what they have."""
+        chosen = (other for other in self.admitted if other.state in states)
+        return sum(other.table.lacks(len(other.tokens)) for other in chosen)
+
+    def _grow(self, piece: Piece) -> bool:
+        """Make sure that a piece's tokens have slots, suspending younger requests for them if need
+        be. What those that are fetching were promised is not taken: they cannot be suspended."""
+        sequence = piece.sequence
+        while count := sequence.table.lacks(piece.stop):
+            room = self.pool.available - self._promised(("fetching",))
+            if count <= room and sequence.table.grow(piece.stop):
+                break
             # The list is in order of age, and only later entries are younger: what this step has
             # chosen already is never suspended.
             victim = next(other for other in reversed(self.admitted) if other.state == "running")

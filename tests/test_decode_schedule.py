@@ -4,6 +4,7 @@ order of arrivals, pulls, cancellations and shortages."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -96,13 +97,15 @@ class ScheduleMachine(RuleBasedStateMachine):
     def pull(self, data: st.DataObject) -> None:
         fetching = [s for s in self.live if s.state == "fetching"]
         sequence = data.draw(st.sampled_from(fetching))
-        missing = sequence.table.missing
+        missing, is_over = sequence.table.missing, data.draw(st.booleans())
         if missing:
             for index in data.draw(st.lists(st.sampled_from(missing), unique=True)):
                 if not sequence.table.share(index):
+                    assert sequence.table.grow((index + 1) * BLOCK), "a promise is broken"
                     self.memory.fill(sequence, index)
                     sequence.table.landed(index)
-        self.scheduler.fetched(sequence)
+        if is_over:
+            self.scheduler.fetched(sequence)
 
     @rule()
     def step(self) -> None:
@@ -223,3 +226,44 @@ def test_the_youngest_gives_up_its_slots() -> None:
             scheduler.stepped(piece, 0)
     assert young.suspended_count == 1 and old.suspended_count == 0
     assert young.table.slots == [] and len(young.tokens) > BLOCK
+
+
+def test_slots_are_taken_when_they_are_filled() -> None:
+    """A request that waits for its KV holds none of the slots that it was promised."""
+    pool = BlockPool(SLOTS)
+    scheduler = Scheduler(pool, chunk_tokens=BLOCK, batch_requests=4)
+    sequence = make_sequence(pool, list(range(3 * BLOCK)), "r", 4)
+    scheduler.add(sequence)
+    scheduler.admit()
+    assert sequence.state == "fetching" and pool.used == 0
+    scheduler.fetched(sequence)
+    for count in (1, 2, 3):
+        (piece,) = scheduler.next_step()
+        assert pool.used == count
+        scheduler.stepped(piece, None)
+
+
+@pytest.mark.parametrize("is_older", [True, False])
+def test_what_a_pull_was_promised_is_not_taken(is_older: bool) -> None:
+    """However long others grow, the blocks that come later find their slots."""
+    pool = BlockPool(SLOTS)
+    scheduler = Scheduler(pool, chunk_tokens=64, batch_requests=4)
+    growing = make_sequence(pool, [1], "growing", 30)
+    fetching = make_sequence(pool, list(range(4 * BLOCK)), "fetching", 4)
+    for sequence in (growing, fetching) if is_older else (fetching, growing):
+        scheduler.add(sequence)
+    assert len(scheduler.admit()) == 2
+    scheduler.fetched(growing)
+    while growing.state == "running":
+        for piece in scheduler.next_step():
+            scheduler.stepped(piece, 0)
+    assert len(growing.tokens) == 4 * BLOCK + 1, "it had all slots that were promised to nobody"
+    assert fetching.table.grow(4 * BLOCK)
+
+
+def test_nobody_is_admitted_to_slots_that_are_promised() -> None:
+    pool = BlockPool(SLOTS)
+    scheduler = Scheduler(pool, chunk_tokens=64, batch_requests=4)
+    for name in ("first", "second"):
+        scheduler.add(make_sequence(pool, [*map(ord, name * 4)][: 4 * BLOCK], name, 4))
+    assert len(scheduler.admit()) == 1 and pool.used == 0

@@ -173,6 +173,7 @@ class RequestMachine(RuleBasedStateMachine):
         if self.worker.executor.pending is None and scheduler.waiting:
             head = scheduler.waiting[0]
             need = head.table.blocks(len(head.tokens)) + len(scheduler.admitted)
+            need += sum(other.table.lacks(len(other.tokens)) for other in scheduler.admitted)
             assert need > counts["free"] or len(scheduler.admitted) >= BATCH, "a lost wake-up"
 
     @invariant()

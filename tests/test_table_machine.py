@@ -50,43 +50,56 @@ class TableMachine(RuleBasedStateMachine):
 
     # --- what happens ---
 
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=8), spare=st.integers(0, 2))
-    def arrive(self, tokens: list[int], spare: int) -> None:
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=8),
+        spare=st.integers(0, 2),
+        whole=st.booleans(),
+    )
+    def arrive(self, tokens: list[int], spare: int, whole: bool) -> None:
         owner = Owner(BlockTable(self.pool, chain_of(tuple(tokens))), tuple(tokens))
         self.owners.append(owner)
-        self._open(owner, spare)
+        self._open(owner, spare, whole)
 
-    @rule(data=st.data(), spare=st.integers(0, 2))
-    def open(self, data: st.DataObject, spare: int) -> None:
+    @rule(data=st.data(), spare=st.integers(0, 2), whole=st.booleans())
+    def open(self, data: st.DataObject, spare: int, whole: bool) -> None:
         """Ask again, or come back."""
         owner = self._one(data, is_open=False)
         if owner is not None:
-            self._open(owner, spare)
+            self._open(owner, spare, whole)
 
-    def _open(self, owner: Owner, spare: int) -> None:
+    def _open(self, owner: Owner, spare: int, whole: bool) -> None:
         table, before = owner.table, self.pool.counts()
         there = [self.pool.find(key) for key in table.chain.keys]
-        owner.is_open = table.open(len(owner.tokens), spare=spare)
+        owner.is_open = table.open(len(owner.tokens), spare=spare, whole=whole)
         if not owner.is_open:
             after = self.pool.counts()
             assert (after["private"], after["shared"]) == (before["private"], before["shared"])
             return
         assert table.ready == [slot is not None for slot in there]
-        assert len(table.slots) == -(-len(owner.tokens) // BLOCK)
-        assert self.pool.available >= spare, "what runs already has less than it was promised"
+        taken = [index + 1 for index, slot in enumerate(there) if slot is not None]
+        need = -(-len(owner.tokens) // BLOCK)
+        assert len(table.slots) == (need if whole else max(taken, default=0))
+        assert table.lacks(len(owner.tokens)) == need - len(table.slots)
+        promised = table.lacks(len(owner.tokens)) + spare
+        assert self.pool.available >= promised, "what runs already has less than it was promised"
 
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
         owner, index = self._missing(data)
         if owner is not None:
-            there = self.pool.find(owner.table.chain.keys[index])
-            assert owner.table.share(index) == (there is not None)
+            table = owner.table
+            there = self.pool.find(table.chain.keys[index])
+            lacks = table.lacks(index * BLOCK) >= self.pool.available
+            shared = table.share(index)
+            assert shared == table.ready[index]
+            assert shared == (there is not None) or lacks, "only for want of slots before it"
+            assert not shared or table.slots[index] == there
 
     @rule(data=st.data())
     def land(self, data: st.DataObject) -> None:
         """A pull ends: the block is whole in the slot that the table had for it."""
         owner, index = self._missing(data)
-        if owner is not None:
+        if owner is not None and owner.table.grow((index + 1) * BLOCK):
             self._write(owner, index * BLOCK, (index + 1) * BLOCK)
             owner.table.landed(index)
             assert owner.table.ready[index]
@@ -205,3 +218,14 @@ class TableMachine(RuleBasedStateMachine):
 
 TableMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
 TestTables = TableMachine.TestCase
+
+
+def test_a_block_that_others_have_is_shared_before_its_place_was_taken() -> None:
+    pool = BlockPool(SLOTS)
+    tokens = (0, 1, 0, 1)
+    first, second = (BlockTable(pool, chain_of(tokens)) for _ in range(2))
+    assert second.open(4, spare=0, whole=False) and second.slots == []
+    assert first.open(4, spare=0)
+    first.computed(4)
+    assert second.share(1) and second.slots[1] == first.slots[1]
+    assert second.missing == [0] and second.slots[0] not in first.slots

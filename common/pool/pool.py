@@ -72,9 +72,6 @@ class BlockPool:
         slots: list[int] = []
         for _ in range(count):
             slot = self._free.pop() if self._free else self._radix.evict()
-            if slot is None:  # cached blocks under a used child cannot go yet
-                self._free.extend(reversed(slots))
-                return None
             self._names.pop(slot, None)
             slots.append(slot)
         self._private.update(dict.fromkeys(slots, 1))

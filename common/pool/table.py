@@ -19,7 +19,8 @@ from kvass.common.pool.pool import BlockPool
 class BlockTable:
     """Slots in chain order, with what is in them.
 
-    Mutable fields: `slots` (one a block, the last one possibly part-filled; each is retained once),
+    Mutable fields: `slots` (of the leading blocks, the last one possibly part-filled; each is
+    retained once),
     `ready` (for each full block of `chain`: its KV is in its slot), `frontier`.
     """
 
@@ -42,21 +43,32 @@ class BlockTable:
         """Return how many blocks `tokens` tokens take."""
         return -(-tokens // self.block_tokens)
 
-    def open(self, tokens: int, *, spare: int) -> bool:
+    def lacks(self, tokens: int) -> int:
+        """Return how many slots are still to be taken for `tokens` tokens."""
+        return max(0, self.blocks(tokens) - len(self.slots))
+
+    def open(self, tokens: int, *, spare: int, whole: bool = True) -> bool:
         """Take slots for `tokens` tokens, sharing what the pool has; all or none.
 
-        `spare` slots must stay available besides, so that what runs already can grow.
+        `spare` slots must stay available besides: for what others were promised. Unless `whole`,
+        slots are taken up to the last block that the pool has, and the rest by `grow`.
         """
         assert not self.slots
         hits = [self.pool.retain_key(key) for key in self.chain.keys]
-        need = self.blocks(tokens) - sum(slot is not None for slot in hits)
-        fits = need + spare <= self.pool.available
-        fresh = self.pool.allocate(need) if fits else None
+        shared = sum(slot is not None for slot in hits)
+        fits = self.blocks(tokens) - shared + spare <= self.pool.available
+        if not whole:
+            hits = hits[
+                : max((i + 1 for i, slot in enumerate(hits) if slot is not None), default=0)
+            ]
+        count = self.blocks(tokens) if whole else len(hits)
+        fresh = self.pool.allocate(count - shared) if fits else None
         if fresh is None:
             self.pool.release([slot for slot in hits if slot is not None])
             return False
-        self.slots = [fresh.pop() if slot is None else slot for slot in hits] + fresh
         self.ready = [slot is not None for slot in hits]
+        self.ready += [False] * (len(self.chain.keys) - len(hits))
+        self.slots = [fresh.pop() if slot is None else slot for slot in hits] + fresh
         self.frontier = 0
         self.advance()
         return True
@@ -69,12 +81,12 @@ class BlockTable:
         self.frontier = 0
 
     def grow(self, tokens: int) -> bool:
-        """Take one more slot if `tokens` tokens need it; returns False when the pool has none."""
-        while len(self.slots) < self.blocks(tokens):
-            fresh = self.pool.allocate(1)
-            if fresh is None:
-                return False
-            self.slots += fresh
+        """Take the slots that `tokens` tokens lack; returns False when the pool has too few."""
+        count = self.lacks(tokens)
+        fresh = self.pool.allocate(count) if count else []
+        if fresh is None:
+            return False
+        self.slots += fresh
         return True
 
     def extend(self, token: int) -> None:
@@ -100,12 +112,21 @@ class BlockTable:
             self.advance()
 
     def share(self, index: int) -> bool:
-        """Use the pool's copy of block `index` if it has one; returns whether it does."""
+        """Use the pool's copy of block `index` if it has one; returns whether it does.
+
+        It does not either when the pool has no slots for the blocks before it.
+        """
         slot = self.pool.retain_key(self.chain.keys[index])
         if slot is None:
             return False
-        self.pool.release([self.slots[index]])
-        self.slots[index] = slot
+        if not self.grow(index * self.block_tokens):
+            self.pool.release([slot])
+            return False
+        if index < len(self.slots):
+            self.pool.release([self.slots[index]])
+            self.slots[index] = slot
+        else:
+            self.slots.append(slot)
         self.ready[index] = True
         return True
 
