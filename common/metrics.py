@@ -76,10 +76,6 @@ class PoolMetrics:
             "Share of prompt tokens whose KV was found, of those of the last minutes",
             registry=registry,
         )
-        self.prompt_tokens = Counter(
-            "kvass_prompt_tokens", "Prompt tokens, by where their KV came from", ["source"],
-            registry=registry,
-        )  # fmt: skip
         self.running = Gauge("kvass_running", "Requests or jobs in the batch", registry=registry)
         self.waiting = Gauge("kvass_waiting", "Requests or jobs that wait", registry=registry)
         self.step_seconds = Histogram(

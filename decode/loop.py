@@ -120,7 +120,9 @@ class DecodeLoop:
     def submit(self, ticket: Ticket) -> None:
         """Queue a request; the caller has checked that it fits the pool when it is alone."""
         self._tickets[ticket.sequence] = ticket
-        if ticket.sequence.request.request_id in self._over_early:
+        request_id = ticket.sequence.request.request_id
+        if request_id in self._over_early:
+            del self._over_early[request_id]
             ticket.prefill_over.set()
         self.scheduler.add(ticket.sequence)
         self.totals.prompt_tokens += ticket.sequence.request.prompt_length
@@ -142,9 +144,11 @@ class DecodeLoop:
     def prefill_over(self, request_id: str) -> None:
         """No more blocks will come for the request of this id, which is here, was here, or comes
         in a moment: calls on one connection start in any order."""
-        for ticket in self._tickets.values():
-            if ticket.sequence.request.request_id == request_id:
-                ticket.prefill_over.set()
+        here = [t for t in self._tickets.values() if t.sequence.request.request_id == request_id]
+        for ticket in here:
+            ticket.prefill_over.set()
+        if here:
+            return
         self._over_early[request_id] = None
         if len(self._over_early) > OVER_EARLY_MAX:
             del self._over_early[next(iter(self._over_early))]

@@ -24,7 +24,7 @@ from kvass.common.errors import DeadlineExceeded, Invalid, KvassError, TransferF
 from kvass.common.transport.identity import Identity
 from kvass.common.transport.loans import LoanBook
 from kvass.common.transport.mover import Mover, Progress
-from kvass.common.transport.nixl_agent import Agent, tcp_backend
+from kvass.common.transport.nixl_agent import Agent, tcp_environment
 from kvass.common.transport.seam import EndpointCard, Region
 
 _log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class TcpLanding:
     def __init__(self, mover: Mover, identity: Identity, size: int, *, interface: str) -> None:
         self._mover = mover
         self._identity = identity
-        self._backend = tcp_backend(interface)
+        self._environment = tcp_environment(interface)
         self._book = LoanBook(size)
         self._lock = threading.Lock()
         self._waiting: dict[bytes, tuple[asyncio.AbstractEventLoop, TcpLoan]] = {}
@@ -171,7 +171,7 @@ class TcpLanding:
         if self._agent is None or self._card is None:
             self._generation += 1
             name = f"{self._identity.start_id}.landing.{self._generation}"
-            agent = Agent(name, self._backend)
+            agent = Agent(name, self._environment)
             agent.register([Region(_address(self._memory), self._book.size)])
             who = self._identity
             self._card = EndpointCard(

@@ -16,7 +16,6 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import nixl_cu12._bindings as nixl
@@ -33,21 +32,12 @@ _environment_lock = threading.Lock()
 # told otherwise, and stdout belongs to the program.
 _PROCESS_ENVIRONMENT = {"UCX_MODULES": "^ib", "UCX_LOG_FILE": "stderr"}
 
-Operation = Literal["READ", "WRITE"]
 State = Literal["DONE", "PROC"]
 
 
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """How UCX is set up for one agent: its environment, and what to do when a peer fails."""
-
-    environment: Mapping[str, str]
-    error_handling: Literal["none", "peer"]
-
-
-def tcp_backend(interface: str) -> Backend:
-    """Return the TCP set-up whose data ports are bound to one interface."""
-    return Backend({"UCX_TLS": "tcp", "UCX_NET_DEVICES": interface}, "peer")
+def tcp_environment(interface: str) -> dict[str, str]:
+    """Return UCX's settings for TCP with the data ports bound to one interface."""
+    return {"UCX_TLS": "tcp", "UCX_NET_DEVICES": interface}
 
 
 class Agent:
@@ -56,12 +46,13 @@ class Agent:
     Mutable fields: `_agent` (None once closed), `_handles` (of transfers not yet released).
     """
 
-    def __init__(self, name: str, backend: Backend) -> None:
+    def __init__(self, name: str, environment: Mapping[str, str]) -> None:
         self.name = name
         logging.getLogger("nixl").setLevel(logging.WARNING)
-        with _environment(backend.environment), _mapped(f"create agent {name}"):
+        with _environment(environment), _mapped(f"create agent {name}"):
             agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[]))
-            agent.create_backend("UCX", {"ucx_error_handling_mode": backend.error_handling})
+            # So that a transfer to a peer that dies fails, instead of never ending.
+            agent.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
         self._agent: Any = agent
         self._handles: set[int] = set()
 
@@ -88,17 +79,15 @@ class Agent:
         except (Invalid, TransferFailed, Unavailable) as error:
             _log.debug("nixl: %s", error)  # it was gone already
 
-    def post(
-        self, operation: Operation, copies: Copies, name: str, tag: bytes = b""
-    ) -> tuple[int, State]:
-        """Start a transfer; returns its handle and state. Release the handle in any case.
+    def write(self, copies: Copies, name: str, tag: bytes) -> tuple[int, State]:
+        """Start writing into a peer's memory; returns a handle, to be released, and the state.
 
         Raises Invalid for ranges that are not registered, Unavailable when the peer is gone.
         """
-        with _mapped(f"{operation} with {name}"):
+        with _mapped(f"a write to {name}"):
             raw = self._agent.agent
             handle = raw.createXferReq(
-                nixl.NIXL_READ if operation == "READ" else nixl.NIXL_WRITE,
+                nixl.NIXL_WRITE,
                 _descriptors(copies.local, copies.sizes),
                 _descriptors(copies.remote, copies.sizes),
                 name,
@@ -107,7 +96,7 @@ class Agent:
             )
         self._handles.add(handle)
         try:
-            with _mapped(f"{operation} with {name}"):
+            with _mapped(f"a write to {name}"):
                 state = _state(raw.postXferReq(handle, tag))
         except BaseException:
             self.release(handle)

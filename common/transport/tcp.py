@@ -17,7 +17,7 @@ from kvass.common.errors import Invalid, KvassError, Overloaded, TransferFailed,
 from kvass.common.transport.copies import check, slices
 from kvass.common.transport.identity import Identity
 from kvass.common.transport.mover import Mover, Progress
-from kvass.common.transport.nixl_agent import Agent, tcp_backend
+from kvass.common.transport.nixl_agent import Agent, tcp_environment
 from kvass.common.transport.seam import Copies, EndpointCard, InPlace, Region, TransportKind
 
 _log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class TcpTransport:
         self._mover = mover
         self._identity = identity
         self._regions = list(regions)
-        self._backend = tcp_backend(interface)
+        self._environment = tcp_environment(interface)
         self._peers: dict[str, _Peer] = {}
         self._opened = 0
         mover.on_close(self._close)
@@ -107,7 +107,7 @@ class TcpTransport:
         peer.used = self._opened
         if peer.agent is None:
             self._make_room()
-            agent = Agent(f"{self._identity.start_id}.out.{self._opened}", self._backend)
+            agent = Agent(f"{self._identity.start_id}.out.{self._opened}", self._environment)
             try:
                 agent.register(self._regions)
                 peer.name = agent.add(peer.card.metadata)
@@ -197,7 +197,7 @@ class _Write:
         if self._handle is None:
             piece = self._pieces.pop()
             tag = b"" if self._pieces else self._tag
-            self._handle, state = self._agent.post("WRITE", piece, self._peer.name, tag)
+            self._handle, state = self._agent.write(piece, self._peer.name, tag)
         else:
             state = self._agent.state(self._handle)
         if state == "PROC":
