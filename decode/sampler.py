@@ -7,12 +7,13 @@ goes on with the same tokens, and a batch may be put together in any order.
 The order is vLLM's, checked against its source: logit_bias and the ban of stop tokens
 (`min_tokens`), repetition, frequency and presence penalties; then, unless greedy, temperature,
 min_p, top_k, top_p. Tokens are ranked by descending logit, equal ones by id. Every filter keeps a
-prefix of that ranking, so only as much of it is ever sorted as the draw needs; weights and sums are
-in double precision.
+prefix of that ranking, so little more of it is sorted than the draw needs; weights and sums are in
+double precision.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
@@ -29,8 +30,10 @@ Doubles = NDArray[np.float64]
 Ids = NDArray[np.int64]
 
 GREEDY_BELOW = 1e-5  # vLLM's bound: a smaller temperature means the likeliest token
-RANKED_FIRST = 64  # holds the draw of most rows of a language model
-RANKED_GROWTH = 16
+# A ranking first leaves out what is lighter than so many times the weight that cannot be drawn
+# (`_draw`). Measured, prompts of random tokens: 16 nearly always do, and leave a third to sort; 0,
+# all tokens, is for what rounding makes of a draw just below 1.
+TAIL_FACTORS = (16.0, 1.0, 0.0)
 _COLUMNS = 16  # maxima per ranked token: few share a column, so few extra tokens pass the threshold
 _COUNTER = struct.Struct("<QIQ")
 _PERSON = b"kvass-sample-1"
@@ -181,25 +184,38 @@ def _choose_all(logits: Floats, rows: Sequence[RowState]) -> list[int]:
 
 def _draw(row: Floats, top: float, sampling: Sampling, draw: float) -> int:
     """Invert the cumulative distribution of the kept tokens at `draw`."""
+    temperature, top_p, min_p = sampling.temperature, sampling.top_p, sampling.min_p
     limit = min(sampling.top_k, len(row)) if sampling.top_k > 0 else len(row)
-    is_open = limit == len(row) and sampling.min_p <= 0.0  # only top_p may cut the ranking
-    total = _weights(row, top, sampling.temperature).sum() if is_open else 0.0
-    size = limit if limit < len(row) else RANKED_FIRST
-    while True:
-        order = _ranked(row, size)[:limit]
-        is_whole = len(order) == limit
-        weights = _weights(row[order], top, sampling.temperature)
-        if sampling.min_p > 0.0:
-            kept = int(np.count_nonzero(weights >= sampling.min_p))
-            is_whole = is_whole or kept < len(weights)
-            weights = weights[:kept]
-        if is_open or is_whole:
-            sums = np.cumsum(weights)
-            mass = float(sums[-1]) if is_whole else float(total)
-            place = _place(sums, mass, sampling.top_p, draw, is_whole=is_whole)
-            if place is not None:
-                return int(order[place])
-        size *= RANKED_GROWTH
+    if limit < len(row) or min_p > 0.0:
+        floor = _floor(top, temperature, min_p)
+        if limit < len(row):
+            floor = max(floor, _threshold(row, limit))
+        ranked = _ranked(row, floor)[:limit]
+        weights = _weights(ranked, top, temperature)
+        sums = np.cumsum(weights[: np.count_nonzero(weights >= min_p)])
+        place = _place(sums, float(sums[-1]), top_p, draw, is_whole=True)
+        assert place is not None
+        return _token(row, ranked, place)
+    mass = float(_weights(row, top, temperature).sum())
+    # Together, all tokens lighter than this weigh less than what the draw leaves over.
+    tail = (1 - (top_p if top_p < 1.0 else draw)) * mass / len(row)
+    for factor in TAIL_FACTORS:
+        ranked = _ranked(row, _floor(top, temperature, min(1.0, factor * tail)))
+        sums = np.cumsum(_weights(ranked, top, temperature))
+        place = _place(sums, mass, top_p, draw, is_whole=len(ranked) == len(row))
+        if place is not None:
+            return _token(row, ranked, place)
+    raise AssertionError("the last ranking is of all tokens")
+
+
+def _floor(top: float, temperature: float, weight: float) -> np.float32:
+    """Return a logit that every token of at least this weight reaches."""
+    if weight <= 0.0:
+        return np.float32(-np.inf)
+    floor: np.float32 = np.nextafter(
+        np.float32(top + temperature * math.log(weight)), np.float32(-np.inf)
+    )
+    return floor
 
 
 def _weights(values: Floats, top: float, temperature: float) -> Doubles:
@@ -225,12 +241,16 @@ def _place(sums: Doubles, mass: float, top_p: float, draw: float, *, is_whole: b
     return min(place, last) if place <= last or is_whole else None
 
 
-def _ranked(row: Floats, size: int) -> Ids:
-    """Return at least the first `size` ids (or all) by descending logit, equal ones by id."""
-    if size >= len(row):
-        return np.argsort(-row, kind="stable")
-    candidates = np.flatnonzero(row >= _threshold(row, size))
-    return candidates[np.argsort(-row[candidates], kind="stable")]
+def _ranked(row: Floats, floor: np.float32) -> Floats:
+    """Return all logits that reach `floor`, in descending order."""
+    reaching = row[np.flatnonzero(row >= floor)]
+    return -np.sort(-reaching)
+
+
+def _token(row: Floats, ranked: Floats, place: int) -> int:
+    """Return the id of a rank: of equal logits, the lower id comes first."""
+    first = int(np.argmax(ranked == ranked[place]))
+    return int(np.flatnonzero(row == ranked[place])[place - first])
 
 
 def _threshold(row: Floats, size: int) -> np.float32:

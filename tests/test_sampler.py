@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from random import Random
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from kvass.common.errors import Unavailable
 from kvass.common.wire import Sampling, Stop
+from kvass.decode import sampler
 from kvass.decode.sampler import RowState, sample, uniform
 
 EOS = frozenset({2})
@@ -267,6 +269,37 @@ def test_a_draw_deep_in_a_flat_ranking_is_right() -> None:
     for seed in range(8):
         state = row_state(Sampling(seed=seed))
         assert sample(torch.zeros(1, size), [state]) == [int(uniform(seed, 0, 0) * size)]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(top_p=0.6),
+        Sampling(top_k=2),
+        Sampling(top_k=3, min_p=0.5),
+        Sampling(min_p=1.0),
+    ],
+)
+def test_equals_are_ranked_by_id_whatever_the_sign_of_zero(sampling: Sampling) -> None:
+    logits = torch.tensor([[-9.0, -0.0, 0.0, -9.0, 0.0, -0.0]])
+    kept = [1, 2, 4, 5][: sampling.top_k if sampling.top_k > 0 else None]
+    kept = kept[:3] if sampling.top_p < 1 else kept
+    for seed in range(20):
+        state = row_state(msgspec.structs.replace(sampling, seed=seed))
+        expected = kept[int(uniform(seed, 0, 0) * len(kept))]
+        assert sample(logits, [state]) == [expected]
+
+
+@pytest.mark.parametrize("factors", [(1e3, 16.0, 1.0, 0.0), (1.0, 0.0), (0.0,)])
+@given(st.integers(0, 2**31), samplings, st.integers(4, 2300), st.sampled_from([0.1, 1.0, 4.0]))
+@settings(max_examples=60, deadline=None)
+def test_how_much_is_ranked_first_decides_nothing(
+    factors: tuple[float, ...], seed: int, sampling: Sampling, vocabulary: int, spread: float
+) -> None:
+    logits = random_logits(seed, 1, vocabulary) * spread
+    expected = sample(logits.clone(), [row_state(sampling)])
+    with mock.patch.object(sampler, "TAIL_FACTORS", factors):
+        assert sample(logits.clone(), [row_state(sampling)]) == expected
 
 
 def test_greedy_takes_the_first_of_equals() -> None:

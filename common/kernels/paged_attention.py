@@ -1,7 +1,7 @@
 """Attention over one chunk of items, and the ordered sum of a group's chunks.
 
-Views of scratch memory are made once a step and used by every layer: an operation costs some
-microseconds whatever its size, and there are tens of them a layer.
+Views of scratch memory are made once a frame and used by every layer of its steps: an operation
+costs some microseconds whatever its size, and there are tens of them a layer.
 
 It refuses to know how a step was cut (`paged_plan`) and where a layer's records are: it is handed
 the records' view.
@@ -9,11 +9,13 @@ the records' view.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kvass.common.block import BlockLayout
 from kvass.common.kernels.formats import decode_into
-from kvass.common.kernels.paged_plan import Chunk, Group, Shape
+from kvass.common.kernels.paged_plan import Chunk, Contents, Group, Shape
 from kvass.common.kernels.paged_records import Scratch, split_records
 
 
@@ -26,7 +28,7 @@ class ChunkWork:
         items, heads, tile = chunk.count, shape.kv_heads, shape.key_tile
         batch, first = items * heads, items - chunk.masked
         self._chunk = chunk
-        words = (len(chunk.slots), layout.head_groups, layout.layer_size // 8)
+        words = (items * shape.tile_blocks, layout.head_groups, layout.layer_size // 8)
         self._raw = scratch.take("raw", words, torch.int64)
         self._codes, self._stored_scales = split_records(self._raw, layout, items)
         self._decoded = scratch.take("decoded", tuple(self._codes.shape))
@@ -34,12 +36,10 @@ class ChunkWork:
         self._scales: torch.Tensor | None = None
         # What is ANDed with 0 where nothing is stored: the bits of scales, or of values without
         # them.
-        bits, inner = self._decoded, [shape.head_dim]
+        bits = self._decoded
         if self._stored_scales is not None:
-            self._scales = scratch.take("scales", tuple(self._stored_scales.shape))
-            bits, inner = self._scales, []
-        self._unsafe = bits.view(torch.int32).view(2, items, heads, tile, *inner)[:, first:]
-        self._keep = -chunk.stored.to(torch.int32).view(chunk.masked, 1, tile, *(1 for _ in inner))
+            bits = self._scales = scratch.take("scales", tuple(self._stored_scales.shape))
+        self._unsafe = bits.view(torch.int32).view(2, items, heads, tile, -1)[:, first:]
         keys, self._values = self._decoded.view(2, batch, tile, shape.head_dim)
         self._keys = keys.transpose(1, 2)
         self._queries = scratch.take("queries", (batch * group.rows, shape.head_dim))
@@ -54,28 +54,28 @@ class ChunkWork:
         self._tops = scratch.take("tops", size)[part].view(batch, group.rows)
         self._peaks = scratch.take("peaks", size)[part].view(batch, group.rows)
 
-    def run(self, whole: torch.Tensor, queries: torch.Tensor) -> None:
+    def run(self, whole: torch.Tensor, queries: torch.Tensor, contents: Contents) -> None:
         """Attend to one key tile an item: a softmax within the tile; `GroupWork` joins tiles."""
-        self._decode(whole)
+        self._decode(whole, contents)
         torch.index_select(queries, 0, self._chunk.queries, out=self._queries)
         torch.bmm(self._tiles, self._keys, out=self._scores)
         if self._chunk.masked:
-            self._hidden.add_(self._chunk.bias)
+            self._hidden.add_(contents.bias)
         torch.amax(self._scores, -1, out=self._tops)
         torch.softmax(self._scores, -1, out=self._chances)
         torch.amax(self._chances, -1, out=self._peaks)
         torch.bmm(self._chances, self._values, out=self._outputs)
 
-    def _decode(self, whole: torch.Tensor) -> None:
+    def _decode(self, whole: torch.Tensor, contents: Contents) -> None:
         """Gather records and decode them, with 0 for what is not stored (a slot's garbage, NaN too:
         it meets weights of zero later)."""
-        torch.index_select(whole, 0, self._chunk.slots, out=self._raw)
+        torch.index_select(whole, 0, contents.slots, out=self._raw)
         if self._scales is None or self._stored_scales is None:
             self._decoded.copy_(self._codes)
-            self._unsafe.bitwise_and_(self._keep)
+            self._unsafe.bitwise_and_(contents.keep)
             return
         self._scales.copy_(self._stored_scales)
-        self._unsafe.bitwise_and_(self._keep)
+        self._unsafe.bitwise_and_(contents.keep)
         decode_into(self._decoded, self._codes, self._scales, self._halves)
 
 
@@ -93,10 +93,12 @@ class GroupWork:
         self._total = torch.empty(group.tiles, size[1])
         self._merged = torch.empty(group.tiles, size[1], shape.head_dim)
 
-    def run(self, whole: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+    def run(
+        self, whole: torch.Tensor, queries: torch.Tensor, contents: Sequence[Contents]
+    ) -> torch.Tensor:
         """Return outputs [tiles * H * M, D]; the memory is used again by the next layer."""
-        for chunk in self._chunks:
-            chunk.run(whole, queries)
+        for chunk, content in zip(self._chunks, contents, strict=True):
+            chunk.run(whole, queries, content)
         self._merge()
         return self._merged.view(-1, self._merged.shape[-1])
 

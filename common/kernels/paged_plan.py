@@ -5,6 +5,10 @@
     item       a (row tile, key tile) pair with something to attend to: the unit of work
     chunk      items that are computed at once; bounds the memory of scores and of decoded keys
     group      whole row tiles of one size with all their items; bounds the memory of its results
+    frame      all groups: what a plan is without the slots and the masks of its items
+
+A stream's steps differ in the slots and masks alone, but for two in `key_tile`; so a frame says
+which steps it `fits`, and is made again for the others only.
 
 An item's result depends on its queries, positions and stored keys only, and a row's items are
 summed in the order of their key tiles; so how items are grouped changes no bit of any row. It knows
@@ -15,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +39,7 @@ MASKED = (
 )  # finite, so that a row with nothing to attend to in a tile gives weight 0, not NaN
 
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +66,14 @@ class Shape:
 class Chunk:
     """Items computed at once: items `start` to `start + count` of their group.
 
-    The last `masked` items reach beyond some row's context. `bias` float32 [masked, 1, M, T] hides
-    what lies beyond each row's own position; `stored` bool [masked, T] is false beyond the row
-    tile's last position, where slots hold garbage.
+    The last `masked` items reach beyond some row's context. `queries` int64 [count * H * M] are
+    indices into [N * Q].
     """
 
     start: int
     count: int
     masked: int
-    slots: torch.Tensor
     queries: torch.Tensor
-    bias: torch.Tensor
-    stored: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +91,57 @@ class Group:
     item_tile: torch.Tensor
     tile_items: torch.Tensor
     chunks: tuple[Chunk, ...]
+    places: _ItemPlaces
+
+
+class Contents(NamedTuple):
+    """What a chunk's items read in one step, and what they must not see.
+
+    `slots` int64 [items * blocks of a key tile]; past the context, its last slot again. For the
+    masked items, `bias` float32 [masked, 1, M, T] hides what lies beyond each row's own position;
+    `keep` int32 [masked, 1, T, 1] is 0 beyond the row tile's last position, where slots hold
+    garbage, and -1 up to it.
+    """
+
+    slots: torch.Tensor
+    bias: torch.Tensor
+    keep: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class PagedPlan:
-    """One step's attention. `place` int64 [N * Q] finds each query's output among the groups'."""
+class Frame:
+    """One step's attention, but for its `contents`.
+
+    `place` int64 [N * Q] finds each query's output among the groups'. `key` is what the frame was
+    made from: None if a table has several rows, for their order and masks would belong to it.
+    """
 
     row_count: int
     groups: tuple[Group, ...]
     place: torch.Tensor
+    key: bytes | None
+
+    def fits(self, shape: Shape, row_table: Ints, row_position: Ints) -> bool:
+        """Whether `make_frame` would make this frame again for these rows."""
+        return self.key is not None and self.key == _frame_key(shape, row_table, row_position)
+
+
+@dataclass(frozen=True, slots=True)
+class _ItemPlaces:
+    """Where a group's items find their slots and positions.
+
+    Of each item: its `table` [items, 1], its `blocks` there [items, blocks of a key tile], and the
+    `last` row of its tile. Of the masked ones alone, of all chunks in turn: the last row of their
+    tile (`masked_last`), their padded rows (`masked_rows` [masked, M]) and the positions of their
+    keys (`key_positions` [masked, T]).
+    """
+
+    table: Ints
+    blocks: Ints
+    last: Ints
+    masked_last: Ints
+    masked_rows: Ints
+    key_positions: Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,29 +162,54 @@ class _RowTiles:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Items:
-    """A chunk's items, the `masked` ones last."""
-
-    tile: Ints
-    key_tile: Ints
-    masked: int
-
-
-def make_plan(shape: Shape, tables: Ints, row_table: Ints, row_position: Ints) -> PagedPlan:
+def make_frame(shape: Shape, row_table: Ints, row_position: Ints) -> Frame:
     """Cut a step into groups and chunks; arguments as in the kernels seam's `plan`."""
-    assert row_table.shape == row_position.shape and tables.ndim == 2
+    assert row_table.shape == row_position.shape
     groups: list[Group] = []
     place = np.zeros((len(row_table), shape.query_heads), dtype=np.int64)
     base = 0
+    is_single = True
     for tiles in _row_tiles(row_table, row_position):
+        is_single = is_single and tiles.rows.shape[1] == 1
         rows = padded_rows(tiles.rows.shape[1] * shape.queries_per_head, shape.row_alignment)
         for first, stop in _group_bounds(tiles, shape, rows):
             part = tiles.cut(first, stop)
-            groups.append(_group(shape, tables, part, rows))
+            groups.append(_group(shape, part, rows))
             _find_places(place, shape, part, rows, base)
             base += len(part.table) * shape.kv_heads * rows
-    return PagedPlan(len(row_table), tuple(groups), torch.from_numpy(place.reshape(-1)))
+    return Frame(
+        row_count=len(row_table),
+        groups=tuple(groups),
+        place=torch.from_numpy(place.reshape(-1)),
+        key=_frame_key(shape, row_table, row_position) if is_single else None,
+    )
+
+
+def _frame_key(shape: Shape, row_table: Ints, row_position: Ints) -> bytes:
+    """Name the tables of single rows, their key tiles, and whether these end with the rows."""
+    tiles = row_position // shape.key_tile + (row_position + 1) // shape.key_tile
+    return row_table.tobytes() + tiles.tobytes()
+
+
+def contents(shape: Shape, group: Group, tables: Ints, row_position: Ints) -> list[Contents]:
+    """Return what each of the group's chunks reads in a step that its frame fits."""
+    places = group.places
+    last = row_position[places.last][:, None] // shape.block_tokens
+    slots = tables[places.table, np.minimum(places.blocks, last)]
+    own = row_position[places.masked_rows][:, None, :, None]
+    hidden = places.key_positions[:, None, None] > own
+    bias = np.where(hidden, np.float32(MASKED), np.float32(0))
+    stored = places.key_positions <= row_position[places.masked_last][:, None]
+    keep = -stored.astype(np.int32)[:, None, :, None]
+    found: list[Contents] = []
+    masked = 0
+    for chunk in group.chunks:
+        items = slots[chunk.start : chunk.start + chunk.count].reshape(-1)
+        part = slice(masked, masked + chunk.masked)
+        masked += chunk.masked
+        parts = (items, bias[part], keep[part])
+        found.append(Contents(*(torch.from_numpy(part) for part in parts)))
+    return found
 
 
 def _row_tiles(row_table: Ints, row_position: Ints) -> list[_RowTiles]:
@@ -182,7 +251,7 @@ def _find_places(place: Ints, shape: Shape, tiles: _RowTiles, rows: int, base: i
     place[tiles.rows[tile, slot]] = base + (tile[:, None] * shape.kv_heads + head) * rows + row
 
 
-def _group(shape: Shape, tables: Ints, tiles: _RowTiles, rows: int) -> Group:
+def _group(shape: Shape, tiles: _RowTiles, rows: int) -> Group:
     depths = tiles.positions[:, -1] // shape.key_tile + 1
     item_tile = np.repeat(np.arange(len(depths)), depths)
     first_item = np.cumsum(depths) - depths
@@ -199,8 +268,9 @@ def _group(shape: Shape, tables: Ints, tiles: _RowTiles, rows: int) -> Group:
     chunks: list[Chunk] = []
     for start in range(0, len(item_tile), chunk_items):
         part = slice(start, start + chunk_items)
-        items = _Items(item_tile[part], key_tile[part], int(masked[part].sum()))
-        chunks.append(_chunk(shape, tables, tiles, rows, start, items))
+        queries = torch.from_numpy(_queries(shape, tiles, rows, item_tile[part]))
+        count = len(item_tile[part])
+        chunks.append(Chunk(start, count, int(masked[part].sum()), queries))
     by_tile = np.argsort(item_tile, kind="stable")
     depth = int(depths.max())
     nth = np.arange(depth)
@@ -213,36 +283,29 @@ def _group(shape: Shape, tables: Ints, tiles: _RowTiles, rows: int) -> Group:
         item_tile=torch.from_numpy(item_tile),
         tile_items=torch.from_numpy(listed.reshape(-1)),
         chunks=tuple(chunks),
+        places=_item_places(shape, tiles, rows, item_tile, key_tile, masked),
     )
 
 
-def _chunk(
-    shape: Shape, tables: Ints, tiles: _RowTiles, rows: int, start: int, items: _Items
-) -> Chunk:
-    bias, stored = _masks(shape, tiles, rows, items)
-    return Chunk(
-        start=start,
-        count=len(items.tile),
-        masked=items.masked,
-        slots=torch.from_numpy(_slots(shape, tables, tiles, items)),
-        queries=torch.from_numpy(_queries(shape, tiles, rows, items)),
-        bias=bias,
-        stored=stored,
+def _item_places(
+    shape: Shape, tiles: _RowTiles, rows: int, item_tile: Ints, key_tile: Ints, masked: Bools
+) -> _ItemPlaces:
+    row, _ = _rows_of(shape, tiles, rows)
+    last = tiles.rows[item_tile, -1]
+    return _ItemPlaces(
+        table=tiles.table[item_tile, None],
+        blocks=key_tile[:, None] * shape.tile_blocks + np.arange(shape.tile_blocks),
+        last=last,
+        masked_last=last[masked],
+        masked_rows=tiles.rows[item_tile[masked]][:, row],
+        key_positions=key_tile[masked, None] * shape.key_tile + np.arange(shape.key_tile),
     )
 
 
-def _slots(shape: Shape, tables: Ints, tiles: _RowTiles, items: _Items) -> Ints:
-    """Return each item's slots, [items * tile_blocks]; past the context, its last slot again."""
-    last = tiles.positions[items.tile, -1] // shape.block_tokens
-    block = items.key_tile[:, None] * shape.tile_blocks + np.arange(shape.tile_blocks)
-    block = np.minimum(block, last[:, None])
-    return np.ascontiguousarray(tables[tiles.table[items.tile][:, None], block].reshape(-1))
-
-
-def _queries(shape: Shape, tiles: _RowTiles, rows: int, items: _Items) -> Ints:
+def _queries(shape: Shape, tiles: _RowTiles, rows: int, item_tile: Ints) -> Ints:
     """Return each item's queries as indices into [N * Q], [items * H * M]."""
     row, query = _rows_of(shape, tiles, rows)
-    first = tiles.rows[items.tile][:, row] * shape.query_heads + query
+    first = tiles.rows[item_tile][:, row] * shape.query_heads + query
     head = np.arange(shape.kv_heads) * shape.queries_per_head
     return np.ascontiguousarray((first[:, None, :] + head[:, None]).reshape(-1))
 
@@ -253,16 +316,3 @@ def _rows_of(shape: Shape, tiles: _RowTiles, rows: int) -> tuple[Ints, Ints]:
     inside = np.minimum(np.arange(rows), count - 1)
     row, query = np.divmod(inside, shape.queries_per_head)
     return row, query
-
-
-def _masks(
-    shape: Shape, tiles: _RowTiles, rows: int, items: _Items
-) -> tuple[torch.Tensor, torch.Tensor]:
-    first = len(items.tile) - items.masked
-    tile, key_tile = items.tile[first:], items.key_tile[first:]
-    position = key_tile[:, None] * shape.key_tile + np.arange(shape.key_tile)
-    row, _ = _rows_of(shape, tiles, rows)
-    own = tiles.positions[tile][:, row]
-    bias = np.where(position[:, None, :] > own[:, :, None], np.float32(MASKED), np.float32(0))
-    stored = position <= tiles.positions[tile, -1][:, None]
-    return torch.from_numpy(bias[:, None]), torch.from_numpy(stored)

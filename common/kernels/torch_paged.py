@@ -21,7 +21,15 @@ from kvass.common.block import SCALE_BYTES, BlockLayout
 from kvass.common.errors import Invalid
 from kvass.common.kernels.formats import encode
 from kvass.common.kernels.paged_attention import GroupWork
-from kvass.common.kernels.paged_plan import KEY_TILE, ROW_TILES, Shape, make_plan
+from kvass.common.kernels.paged_plan import (
+    KEY_TILE,
+    ROW_TILES,
+    Contents,
+    Frame,
+    Shape,
+    contents,
+    make_frame,
+)
 from kvass.common.kernels.paged_records import Scratch, records_of
 from kvass.common.kernels.rotation import hadamard, multiply_rows
 from kvass.common.kernels.row_counts import ALIGNMENTS, find_alignment
@@ -30,17 +38,19 @@ from kvass.common.pool.memory import SlotMemory
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step's plan with its scratch views. `place` int64 [N * Q] finds each query's output."""
+    """One step's plan: its frame, the frame's groups with their scratch views, and what these read
+    in this step."""
 
-    row_count: int
+    frame: Frame
     groups: tuple[GroupWork, ...]
-    place: torch.Tensor
+    contents: tuple[list[Contents], ...]
 
 
 class TorchPagedKv:
     """A paged pool's memory with the kernels that read and write it (`kernels.seam.PagedKv`).
 
-    Mutable fields: the pool's memory, which the caller owns, and `_scratch`.
+    Mutable fields: the pool's memory, which the caller owns, `_scratch`, and `_last`, the last
+    step, whose frame may fit the next one.
     """
 
     def __init__(self, memory: SlotMemory, layout: BlockLayout, query_heads: int) -> None:
@@ -72,6 +82,7 @@ class TorchPagedKv:
         self._layout = layout
         self._records = [records_of(memory.tensor, layout, layer) for layer in range(layout.layers)]
         self._scratch = Scratch()
+        self._last: Step | None = None
         # bf16 is stored as it is; V is rotated in the integer formats only (DESIGN §3).
         rotation = hadamard(layout.head_dim)
         self._rotate_k = rotation if layout.kv_dtype != "bf16" else None
@@ -83,11 +94,18 @@ class TorchPagedKv:
         self, tables: torch.Tensor, row_table: torch.Tensor, row_position: torch.Tensor
     ) -> Step:
         """Prepare one step, once for all layers; arguments as in the seam."""
-        plan = make_plan(self.shape, tables.numpy(), row_table.numpy(), row_position.numpy())
-        groups = [
-            GroupWork(self._layout, self.shape, group, self._scratch) for group in plan.groups
-        ]
-        return Step(plan.row_count, tuple(groups), plan.place)
+        table, position = row_table.numpy(), row_position.numpy()
+        last = self._last
+        if last is not None and last.frame.fits(self.shape, table, position):
+            frame, groups = last.frame, last.groups
+        else:
+            frame = make_frame(self.shape, table, position)
+            groups = tuple(
+                GroupWork(self._layout, self.shape, group, self._scratch) for group in frame.groups
+            )
+        read = [contents(self.shape, group, tables.numpy(), position) for group in frame.groups]
+        self._last = Step(frame, groups, tuple(read))
+        return self._last
 
     def append(
         self,
@@ -110,14 +128,17 @@ class TorchPagedKv:
 
     def attend(self, layer: int, q: torch.Tensor, plan: Step) -> torch.Tensor:
         """Return attention outputs float32 [N, Q, D] for queries float32 [N, Q, D]."""
-        assert q.shape[0] == plan.row_count, (q.shape, plan.row_count)
+        assert q.shape[0] == plan.frame.row_count, (q.shape, plan.frame.row_count)
         if not plan.groups:
             return torch.empty_like(q)
         queries = self._prepare(q)
         whole = self._records[layer].whole
-        outputs = [group.run(whole, queries) for group in plan.groups]
+        outputs = [
+            group.run(whole, queries, read)
+            for group, read in zip(plan.groups, plan.contents, strict=True)
+        ]
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return _rotated(joined.index_select(0, plan.place).view(q.shape), self._rotate_v)
+        return _rotated(joined.index_select(0, plan.frame.place).view(q.shape), self._rotate_v)
 
     def _prepare(self, q: torch.Tensor) -> torch.Tensor:
         """Return scaled queries [N * Q, D], rotated as the stored K is."""

@@ -61,33 +61,38 @@ class Runner:
         None when no piece wants logits: then of the last layer only K and V are computed.
         """
         assert pieces
-        counts = [len(piece.tokens) for piece in pieces]
-        self._use_threads(1 if sum(counts) <= FEW_ROWS else self._threads)
-        tokens = torch.tensor([token for piece in pieces for token in piece.tokens])
-        starts = torch.tensor([piece.start for piece in pieces])
-        lengths = torch.tensor(counts)
-        row_table = torch.repeat_interleave(torch.arange(len(pieces)), lengths)
-        first_rows = lengths.cumsum(0) - lengths
-        positions = torch.arange(len(tokens)) + (starts - first_rows)[row_table]
         tables = self._tables(pieces)
-        write_rows = None
-        writes = torch.arange(len(tokens))
-        if not all(piece.write for piece in pieces):
-            writes = write_rows = torch.tensor([piece.write for piece in pieces])[
-                row_table
-            ].nonzero()[:, 0]
-        blocks = positions[writes] // self._block_tokens
-        logits_rows = (lengths.cumsum(0) - 1)[torch.tensor([piece.logits for piece in pieces])]
+        # Lists first, and few tensors: an operation on a tensor costs as much as some dozen rows.
+        tokens: list[int] = []
+        positions: list[int] = []
+        row_table: list[int] = []
+        written: list[int] = []
+        logits_rows: list[int] = []
+        for number, piece in enumerate(pieces):
+            first, count = len(tokens), len(piece.tokens)
+            tokens += piece.tokens
+            positions += range(piece.start, piece.start + count)
+            row_table += [number] * count
+            if piece.write:
+                written += range(first, first + count)
+            if piece.logits:
+                logits_rows.append(first + count - 1)
+        size = self._block_tokens
+        slots = [pieces[row_table[row]].slots[positions[row] // size] for row in written]
+        offsets = [positions[row] % size for row in written]
+        self._use_threads(1 if len(tokens) <= FEW_ROWS else self._threads)
+        rows = _tensor([tokens, positions, row_table])
+        targets = _tensor([slots, offsets])
         with torch.inference_mode():
             return self._model.forward(
-                tokens,
-                positions,
+                rows[0],
+                rows[1],
                 self._kv,
-                self._kv.plan(tables, row_table, positions),
-                write_rows,
-                tables[row_table[writes], blocks],
-                positions[writes] % self._block_tokens,
-                logits_rows if len(logits_rows) else None,
+                self._kv.plan(tables, rows[2], rows[1]),
+                None if len(written) == len(tokens) else _tensor(written),
+                targets[0],
+                targets[1],
+                _tensor(logits_rows) if logits_rows else None,
             )
 
     def _use_threads(self, threads: int) -> None:
@@ -104,4 +109,8 @@ class Runner:
             [*piece.slots[:need], *[piece.slots[0]] * (width - need)]
             for piece, need in zip(pieces, needs, strict=True)
         ]
-        return torch.tensor(rows)
+        return _tensor(rows)
+
+
+def _tensor(numbers: list[int] | list[list[int]]) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)
