@@ -12,6 +12,7 @@ from kvass.common.errors import Invalid, Unavailable
 from kvass.common.transport import copies as transport_copies
 from kvass.common.transport.copies import SLICE_BYTES, SLICE_RANGES, check, slices
 from kvass.common.transport.loans import ALIGNMENT, BOUND_S, DRAIN_S, LoanBook
+from kvass.common.transport.mover import SPINS, pause_s
 from kvass.common.transport.route import choose
 from kvass.common.transport.seam import Copies, Region
 
@@ -106,6 +107,14 @@ class Loans(RuleBasedStateMachine):
             self.ranges[tag] = (offset, offset + size, "lent")
 
     @precondition(lambda self: self.ranges)
+    @rule(data=st.data())
+    def land(self, data: st.DataObject) -> None:
+        tag = data.draw(st.sampled_from(sorted(self.ranges)))
+        first, end, state = self.ranges[tag]
+        self.book.landed(tag)
+        self.ranges[tag] = (first, end, "landed" if state == "lent" else state)
+
+    @precondition(lambda self: self.ranges)
     @rule(data=st.data(), verb=st.sampled_from(["settle", "abandon"]))
     def end(self, data: st.DataObject, verb: str) -> None:
         tag = data.draw(st.sampled_from(sorted(self.ranges)))
@@ -114,7 +123,7 @@ class Loans(RuleBasedStateMachine):
             self.book.settle(tag)
         else:
             self.book.abandon(tag, self.now_s)
-        if state == "lent" and verb == "abandon":
+        if state in ("lent", "landed") and verb == "abandon":
             self.ranges[tag] = (first, end, "quarantined")
         elif state != "quarantined":
             del self.ranges[tag]
@@ -188,3 +197,10 @@ def test_a_full_quarantine_is_rebuilt_at_once() -> None:
     assert not book.is_lent(b"busy") and book.counts()["lent"] == ALIGNMENT
     book.abandon(b"busy", 1.0)
     assert book.counts()["free"] == book.size
+
+
+def test_a_mover_that_waits_for_long_pauses_longer_and_never_for_long() -> None:
+    """A transfer that hangs is polled until its deadline: ten thousand times and more."""
+    pauses = [pause_s(empty) for empty in (0, SPINS - 1, SPINS, SPINS + 8, 10_000, 10**7)]
+    assert pauses == sorted(pauses) and pauses[1] == 0.0 < pauses[2] < pauses[3]
+    assert pauses[-1] == pauses[-2] <= 1e-3

@@ -1,11 +1,11 @@
 """Same-host reads by the kernel's cross-memory attach.
 
-It only reads: threads of this process copy, so when a read has returned nothing is in flight, and a
-stopped or dead peer can change nothing here. It refuses to write.
+It only reads: a thread of this process copies, so when a read has returned nothing is in flight,
+and a stopped or dead peer can change nothing here. It refuses to write.
 
 NIXL's UCX makes the same system call on one host. It is made here directly: there is no agent to
-create, to lose a request or to rebuild; threads share a large read, and each part is checked by the
-thread that copied it. `benchmarks/transfer.py` measures it beside memcpy and the call alone.
+create, to lose a request or to rebuild, and each part is checked by the thread that copied it,
+while the cache has it. `benchmarks/transfer.py` measures it beside memcpy and the call alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvass.common.transport.seam import (
 )
 
 PEERS_MAX = 1_024  # a pidfd each
-THREADS = 2  # a second one gains little where memory is the limit; more take cores from computing
+THREADS = 2  # reads at once: one core's copying nearly fills a small machine's memory bandwidth
 # A fifth of a millisecond: how often deadlines and peers are looked at, and what a second-level
 # cache still has when it is checked.
 SLICE_BYTES = 3 << 19
@@ -115,28 +115,17 @@ class CmaTransport:
                 _close_unused(peer)
 
     async def _run(self, reading: _Reading) -> None:
-        """Share a reading among threads; returns or raises when all of them have ended."""
-        loop = asyncio.get_running_loop()
-        shares = [
-            loop.run_in_executor(self._pool, reading.work)
-            for _ in range(min(THREADS, reading.slice_count))
-        ]
-        if not shares:
-            return
+        """Read in a thread; returns or raises when that has ended."""
+        work = asyncio.get_running_loop().run_in_executor(self._pool, reading.work)
         try:
-            await asyncio.shield(asyncio.wait(shares))
+            await asyncio.shield(work)
         except asyncio.CancelledError:
             reading.stopped = True
             with anyio.CancelScope(shield=True):
-                await asyncio.wait(shares)
-            for share in shares:
-                share.exception()  # the cancellation is what the caller is told
+                await asyncio.wait([work])
+            if not work.cancelled():
+                work.exception()  # the cancellation is what the caller is told
             raise
-        failures = [error for share in shares if (error := share.exception()) is not None]
-        if failures:
-            raise failures[0]
-        if reading.stopped:
-            raise Unavailable("the transport of this process was closed")
 
     async def write(self, start_id: str, copies: Copies, *, tag: bytes, deadline_s: float) -> None:
         """Refuse: over cross-memory attach nothing but the writer's exit ends a write."""
@@ -168,8 +157,7 @@ def _close_unused(peer: PeerProcess) -> None:
 
 
 class _Reading:
-    """One read, slice after slice, by any number of threads. Mutable fields: `stopped` (the event
-    loop's, or a thread's that failed), `_left` (slices that nobody has begun)."""
+    """One read, slice after slice. Mutable field: `stopped` (set by the event loop)."""
 
     def __init__(
         self, peer: PeerProcess, copies: Copies, deadline: float, in_place: InPlace | None
@@ -177,26 +165,20 @@ class _Reading:
         self._peer = peer
         self._deadline = deadline
         self._in_place = in_place
-        self._vectors = Vectors(copies)
-        slices = list(_slices(copies))
-        self._left = iter(slices)  # `next` of a list's iterator is atomic
-        self.slice_count = len(slices)
+        self._copies = copies
         self.stopped = False
 
     def work(self) -> None:
-        """Copy slices until none is left; blocking."""
-        try:
-            for first, stop in self._left:
-                if self.stopped:
-                    return
-                if time.monotonic() >= self._deadline:
-                    raise DeadlineExceeded("the read did not end before its deadline")
-                self._peer.read(self._vectors, first, stop)
-                if self._in_place is not None:
-                    self._in_place(first, stop)
-        except BaseException:
-            self.stopped = True
-            raise
+        """Copy all slices; blocking. Raises Unavailable when it was stopped."""
+        vectors = Vectors(self._copies)
+        for first, stop in _slices(self._copies):
+            if self.stopped:
+                raise Unavailable("the transport of this process was closed")
+            if time.monotonic() >= self._deadline:
+                raise DeadlineExceeded("the read did not end before its deadline")
+            self._peer.read(vectors, first, stop)
+            if self._in_place is not None:
+                self._in_place(first, stop)
 
 
 def _slices(copies: Copies) -> Iterator[tuple[int, int]]:

@@ -5,7 +5,8 @@ stops bytes on their way (MEASURED): that is how abandoned loans become free aga
 socket and the memory exist only once something was lent; after a rebuild the next loan creates the
 next generation. What is due when is `loans.py`'s. It refuses to know what the bytes are.
 
-While a loan is out the mover polls this agent: over TCP the target's own calls place the bytes.
+While bytes are awaited the mover polls this agent: over TCP the target's own calls place them, and
+tell the writer so.
 """
 
 from __future__ import annotations
@@ -49,13 +50,15 @@ class TcpLoan:
         self.card = card
 
     async def arrived(self, *, deadline_s: float) -> None:
-        """Wait until the peer's write is whole."""
+        """Wait until the peer's write is whole. The mover polls no more for a loan whose write has
+        ended on both sides: whoever copies it needs the interpreter lock."""
         with anyio.move_on_after(deadline_s):
             await self._ended.wait()
         if not self._ended.is_set():
             raise DeadlineExceeded(f"no write arrived within {deadline_s:.3g} s")
         if self._failure is not None:
             raise self._failure
+        self._landing.landed(self.tag)
 
     def view(self) -> memoryview:
         """Return the buffer's bytes."""
@@ -79,8 +82,9 @@ class TcpLoan:
 class TcpLanding:
     """The owner's side of TCP.
 
-    Mutable fields: `_book` and `_waiting` (any thread, under `_lock`); `_memory`, `_agent`,
-    `_card`, `_generation`, `late_arrivals` (the mover's thread).
+    Mutable fields, under `_lock`: `_book`, `_waiting` (who waits, by tag), `_card` (None: there
+    is no agent). The mover's thread's own: `_memory`, `_agent`, `_generation`,
+    `late_arrivals`.
     """
 
     def __init__(self, mover: Mover, identity: Identity, size: int, *, interface: str) -> None:
@@ -103,12 +107,21 @@ class TcpLanding:
         if not 0 < size <= self._book.size:
             raise Invalid(f"a loan of {size} bytes; this landing has {self._book.size}")
         loop = asyncio.get_running_loop()
+        with self._lock:
+            if self._card is not None and self._book.rebuild_due_s() is None:
+                self._mover.post(lambda: None)  # it slept, and polls from now on
+                return self._lend_now(self._card, size, loop)
         return await self._mover.call(lambda: self._lend(size, loop))
 
     def counts(self) -> dict[str, int]:
         """Return bytes by state."""
         with self._lock:
             return self._book.counts()
+
+    def landed(self, tag: bytes) -> None:
+        """Await nothing more for a loan."""
+        with self._lock:
+            self._book.landed(tag)
 
     def settle(self, tag: bytes) -> None:
         """End a loan whose transfer has ended for sure."""
@@ -123,7 +136,7 @@ class TcpLanding:
             self._waiting.pop(tag, None)
 
     def active(self) -> bool:
-        """Return whether bytes may arrive, or a rebuild is due."""
+        """Return whether bytes may arrive, or their writer waits for our answer."""
         with self._lock:
             return not self._book.is_empty()
 
@@ -147,24 +160,26 @@ class TcpLanding:
 
     def _lend(self, size: int, loop: asyncio.AbstractEventLoop) -> TcpLoan | None:
         self._rebuild_if_due()  # at once, not between this loan and the next
-        tag = secrets.token_bytes(TAG_BYTES)
+        card = self._open()
         with self._lock:
-            offset = self._book.lend(tag, size, time.monotonic())
+            return self._lend_now(card, size, loop)
+
+    def _lend_now(
+        self, card: EndpointCard, size: int, loop: asyncio.AbstractEventLoop
+    ) -> TcpLoan | None:
+        """Lend memory of an agent that is there; under the lock."""
+        tag = secrets.token_bytes(TAG_BYTES)
+        offset = self._book.lend(tag, size, time.monotonic())
         if offset is None:
             return None
-        try:
-            card, memory = self._open()
-        except KvassError:
-            self.settle(tag)
-            raise
-        view = memoryview(memory)[offset : offset + size]
-        loan = TcpLoan(self, tag, _address(memory) + offset, view, card)
-        with self._lock:
-            self._waiting[tag] = (loop, loan)
+        assert self._memory is not None
+        view = memoryview(self._memory)[offset : offset + size]
+        loan = TcpLoan(self, tag, _address(self._memory) + offset, view, card)
+        self._waiting[tag] = (loop, loan)
         return loan
 
-    def _open(self) -> tuple[EndpointCard, mmap.mmap]:
-        """Return the card and memory of the agent; creates what is not there yet."""
+    def _open(self) -> EndpointCard:
+        """Return the agent's card; creates what is not there yet."""
         if self._memory is None:
             self._memory = mmap.mmap(-1, self._book.size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self._memory.madvise(mmap.MADV_HUGEPAGE)
@@ -174,7 +189,7 @@ class TcpLanding:
             agent = Agent(name, self._environment)
             agent.register([Region(_address(self._memory), self._book.size)])
             who = self._identity
-            self._card = EndpointCard(
+            card = EndpointCard(
                 kind="tcp",
                 host_id=who.host_id,
                 start_id=who.start_id,
@@ -183,7 +198,9 @@ class TcpLanding:
                 metadata=agent.metadata(),
             )
             self._agent = agent
-        return self._card, self._memory
+            with self._lock:
+                self._card = card
+        return self._card
 
     def _arrive(self, tag: bytes) -> None:
         with self._lock:
@@ -205,8 +222,9 @@ class TcpLanding:
         """Destroy the agent: nothing lands any more. The next loan creates the next generation."""
         if self._agent is not None:
             self._agent.close()
-        self._agent = self._card = None
+        self._agent = None
         with self._lock:
+            self._card = None
             orphans = [self._waiting.pop(tag, None) for tag in self._book.rebuilt()]
         _log.warning(
             "landing: generation %d destroyed (%s), and %d loans with it",

@@ -1,14 +1,15 @@
 """The book of a landing memory: who has which bytes, and when its agent must be rebuilt. Pure.
 
-    free ──lend──> lent ──settle──> free
-                    ├──abandon──> quarantined ──rebuilt──> free
+    free ──lend──> lent ──landed──> landed ──settle──> free
+                    │                 │
+                    ├──settle──> free ├──abandon──> quarantined ──rebuilt──> free
                     └──rebuilt (the bound was reached)──> orphaned ──settle or abandon──> free
 
 Late bytes may land in what is quarantined until the agent that owns the memory is destroyed. That
 also ends every clean loan, so it waits until none is out; but never longer than `BOUND_S`, and not
 once the quarantine has reached its cap. Nothing is lent during the last `DRAIN_S` of the wait.
 
-Invariants: ranges never overlap; free + lent + quarantined == total.
+Invariants: ranges never overlap; free + lent (landed and orphaned ones too) + quarantined == total.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ BOUND_S = 5.0  # from the first abandoned loan to the rebuild, however busy the 
 DRAIN_S = 1.0  # a loan lasts milliseconds, so nearly all end by themselves within this
 QUARANTINE_SHARE = 0.5  # of the memory; with more the landing would be too small to be useful
 
-LoanState = Literal["lent", "quarantined", "orphaned"]
+LoanState = Literal["lent", "landed", "quarantined", "orphaned"]
 
 
 @dataclass(slots=True)
@@ -65,6 +66,12 @@ class LoanBook:
         loan = self._loans.get(tag)
         return loan is not None and loan.state == "lent"
 
+    def landed(self, tag: bytes) -> None:
+        """Note that a loan's bytes are there and its writer has heard so: it needs no agent any
+        more. A no-op for one that has ended."""
+        if self.is_lent(tag):
+            self._loans[tag].state = "landed"
+
     def settle(self, tag: bytes) -> None:
         """Take a loan back; a no-op for one that has ended."""
         loan = self._loans.get(tag)
@@ -92,26 +99,27 @@ class LoanBook:
         return self._quarantined_since_s + BOUND_S
 
     def rebuilt(self) -> list[bytes]:
-        """Note that the agent was destroyed: free the quarantine, return the tags of loans that it
-        took with it. Their bytes stay taken until they are settled or abandoned."""
+        """Note that the agent was destroyed: free the quarantine, return the tags of lent ones that
+        it took with it. Their bytes stay taken until they are settled or abandoned."""
         self._quarantined_since_s = None
         orphans = []
         for tag, loan in list(self._loans.items()):
             if loan.state == "quarantined":
                 del self._loans[tag]
-            elif loan.state == "lent":
-                loan.state = "orphaned"
+                continue
+            if loan.state == "lent":
                 orphans.append(tag)
+            loan.state = "orphaned"
         return orphans
 
     def is_empty(self) -> bool:
-        """Return whether nothing can arrive: no loan is out and nothing is in quarantine."""
-        return all(loan.state == "orphaned" for loan in self._loans.values())
+        """Return whether nothing is awaited: nothing is lent and nothing is in quarantine."""
+        return not any(loan.state in ("lent", "quarantined") for loan in self._loans.values())
 
     def counts(self) -> dict[str, int]:
         """Return bytes by state; free, lent and quarantined sum to total."""
         quarantined = self._bytes("quarantined")
-        lent = self._bytes("lent") + self._bytes("orphaned")
+        lent = sum(self._bytes(state) for state in ("lent", "landed", "orphaned"))
         return {
             "free": self.size - lent - quarantined,
             "lent": lent,

@@ -3,8 +3,7 @@
 NIXL's agents are not thread-safe and have no descriptor to wait on, so somebody must poll them. The
 mover blocks on its command queue while nothing is in flight (an idle process uses no CPU), and
 polls while transfers are in flight or landing buffers are lent, at first without a pause, then with
-pauses up to `PAUSE_MAX_S`. It refuses to know what a transfer does: it only steps, stops and
-reports.
+longer ones. It refuses to know what a transfer does: it only steps, stops and reports.
 
     event loop ── bounded queue ──> mover thread ── call_soon_threadsafe ──> event loop
 
@@ -41,7 +40,9 @@ Progress = Literal["idle", "moved", "done"]
 COMMANDS_MAX = 4096  # four times the calls that one RPC connection may have open
 SPINS = 64  # empty polls before the first pause: about 0.2 ms, an RTT on a quiet machine
 PAUSE_MIN_S = 50e-6  # about what the kernel's timer slack makes of anything shorter
-PAUSE_MAX_S = 1e-3  # bounds the delay of a completion; costs 2-3 % of a core while it lasts
+PAUSE_DOUBLINGS = (
+    4  # to 0.8 ms: bounds the delay of a completion; costs 2-3 % of a core while it lasts
+)
 CLOSE_TIMEOUT_S = 5.0
 
 
@@ -184,9 +185,7 @@ class Mover:
     def _pause(self, empty: int) -> float | None:
         if not self._jobs and not any(watcher.active() for watcher in self._watchers):
             return None
-        if empty < SPINS:
-            return 0.0
-        return float(min(PAUSE_MIN_S * 2 ** ((empty - SPINS) // 8), PAUSE_MAX_S))
+        return pause_s(empty)
 
     def _run_commands(self, pause_s: float | None) -> bool:
         """Run what is queued; wait up to `pause_s` (None: for ever) when nothing is."""
@@ -250,6 +249,13 @@ class Mover:
         for closer in reversed(self._closers):
             closer()
         self._closers.clear()
+
+
+def pause_s(empty: int) -> float:
+    """Return how long to pause after so many polls in a row that found nothing."""
+    if empty < SPINS:
+        return 0.0
+    return PAUSE_MIN_S * float(1 << min((empty - SPINS) // 8, PAUSE_DOUBLINGS))
 
 
 def _deliver(

@@ -129,7 +129,9 @@ class Loan(Protocol):
     async def arrived(self, *, deadline_s: float) -> None:
         """Wait until the peer's write under this loan's tag is whole.
 
-        Raises DeadlineExceeded, or TransferFailed when the agent was rebuilt under the loan.
+        Call it when the peer has said that its write has ended: once this has returned nobody
+        tells the peer so any more. Raises DeadlineExceeded, or TransferFailed when the agent was
+        rebuilt under the loan.
         """
         ...
 

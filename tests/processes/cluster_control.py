@@ -1,4 +1,4 @@
-"""Members' own protocol, for tests: bring about that blocks are gone, and ask one decode worker.
+"""Members' own protocol, for tests: bring about that blocks are gone, and ask one worker.
 
 It knows how the default model's blocks are named, as any client of the store does.
 """
@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import anyio
 
@@ -25,10 +25,23 @@ from kvass.common.model.spec import load_spec
 from kvass.common.model.tokenizer import Tokenizer
 from kvass.common.rpc.dial import Dialer
 from kvass.common.rpc.hello import Hello
-from kvass.common.wire import WORKER_REPLIES, Delta, Forget, Generate, Range, Sampling, Stop, Tags
+from kvass.common.wire import (
+    WORKER_REPLIES,
+    Forget,
+    Generate,
+    Message,
+    Prefill,
+    Range,
+    Request,
+    Sampling,
+    Stop,
+    Tags,
+)
 from kvass.kvstore import messages as m
 from kvass.kvstore.client import StoreClient
 from kvass.kvstore.placement import StoreNode
+
+R = TypeVar("R", bound=Message)
 
 BLOCK = 16
 CALL_S = 20.0
@@ -93,9 +106,9 @@ class Control:
         """Drop blocks from the store; return how many went."""
         return anyio.run(self._drop, keys)
 
-    def until_stored(self, tokens: Sequence[int]) -> None:
+    def until_stored(self, tokens: Sequence[int], cache_salt: str = "") -> None:
         """Wait until the store has all full blocks of a sequence."""
-        anyio.run(self._until_stored, self.chain(tokens))
+        anyio.run(self._until_stored, self.chain(tokens, cache_salt))
 
     def stored(self, tokens: Sequence[int]) -> list[Range]:
         """Return which blocks of a sequence the store has."""
@@ -105,11 +118,32 @@ class Control:
         """Return where the store has the blocks of a sequence, by chain index."""
         return anyio.run(self._places, self.chain(tokens))
 
+    def prefill(
+        self, member_id: str, tokens: Sequence[int], hold_owner: str = ""
+    ) -> tuple[list[Range], list[Range]]:
+        """Run a job on one prefill worker; return the tokens that it computed, and the blocks that
+        are not in the store after it."""
+        job = Prefill(uuid.uuid4().hex, tuple(tokens), hold_owner, deadline_s=CALL_S)
+        last = anyio.run(self._stream, member_id, job)[-1]
+        assert last.done
+        return list(last.computed), list(last.missing)
+
     def generate(
-        self, member_id: str, tokens: Sequence[int], max_tokens: int
+        self, member_id: str, tokens: Sequence[int], max_tokens: int, hold_owner: str = ""
     ) -> tuple[list[int], list[Range]]:
         """Ask one decode worker, greedily; return its tokens and what it computed of the prompt."""
-        return anyio.run(self._generate, member_id, tuple(tokens), max_tokens)
+        request = Generate(
+            request_id=uuid.uuid4().hex,
+            tokens=tuple(tokens),
+            prompt_length=len(tokens),
+            sampling=Sampling(temperature=0),
+            stop=Stop(max_tokens=max_tokens, ignore_eos=True),
+            deadline_s=CALL_S,
+            hold_owner=hold_owner,
+        )
+        deltas = anyio.run(self._stream, member_id, request)
+        generated = [token for delta in deltas for token in delta.token_ids]
+        return generated, [each for delta in deltas for each in delta.computed]
 
     @asynccontextmanager
     async def _dialer(self) -> AsyncIterator[tuple[Dialer, StoreClient]]:
@@ -162,21 +196,8 @@ class Control:
                     await link.call(m.GetEnd(places.lease_id), deadline_s=CALL_S)
         return found
 
-    async def _generate(
-        self, member_id: str, tokens: tuple[int, ...], max_tokens: int
-    ) -> tuple[list[int], list[Range]]:
-        request = Generate(
-            request_id=uuid.uuid4().hex,
-            tokens=tokens,
-            prompt_length=len(tokens),
-            sampling=Sampling(temperature=0),
-            stop=Stop(max_tokens=max_tokens, ignore_eos=True),
-            deadline_s=CALL_S,
-        )
-        deltas: list[Delta] = []
+    async def _stream(self, member_id: str, request: Request[R]) -> list[R]:
         async with self._dialer() as (dialer, _):
             client = await dialer.client(self.cluster.member(member_id)["address"])
             async with client.stream(request, deadline_s=CALL_S) as stream:
-                deltas = [delta async for delta in stream]
-        generated = [token for delta in deltas for token in delta.token_ids]
-        return generated, [each for delta in deltas for each in delta.computed]
+                return [each async for each in stream]

@@ -1,5 +1,5 @@
-"""Processes for the store's tests that do one thing wrong: lie about bytes, stop in mid-read, come
-back at an old address.
+"""Processes for the store's tests that do one thing wrong: lie about bytes, take them late, stop in
+mid-read, come back at an old address.
 
 Each is a target for `store_peer.started`.
 """
@@ -9,22 +9,26 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import queue
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from unittest import mock
 
 import anyio
 import numpy as np
 
 from kvass.common.config import Config, TransportConfig
+from kvass.common.executor import ThreadExecutor
 from kvass.common.rpc.server import listen
 from kvass.common.transport import nixl
 from kvass.common.transport.endpoints import Endpoints
 from kvass.common.transport.identity import Identity
+from kvass.common.transport.peer_process import PeerProcess, Vectors
 from kvass.common.transport.route import Setting
 from kvass.common.transport.seam import Copies, EndpointCard, InPlace, Region, Transport
 from kvass.kvstore import service
@@ -33,6 +37,7 @@ from store_peer import hello_of, pull, worker
 Lie = Literal["", "nothing", "half", "zeros"]
 LIES: tuple[Lie, ...] = ("nothing", "half", "zeros")
 TAIL = 4096  # bytes that a transfer leaves out at a block's end
+T = TypeVar("T")
 
 
 @dataclass
@@ -135,6 +140,52 @@ def run_lying_node(pipe: Connection, config: Config) -> None:
                     pipe.send(told)
 
     asyncio.run(main())
+
+
+@contextmanager
+def late_threads(pause: Callable[[], None]) -> Iterator[None]:
+    """Let this process's threads pause before they copy: one of those that share a read, and each
+    that runs an executor's work."""
+    read, run = PeerProcess.read, ThreadExecutor.run
+
+    def late_read(self: PeerProcess, vectors: Vectors, first: int, stop: int) -> None:
+        if not first:
+            pause()
+        read(self, vectors, first, stop)
+
+    async def late_run(self: ThreadExecutor, function: Callable[[], T]) -> T:
+        def late() -> T:
+            pause()
+            return function()
+
+        return await run(self, late)
+
+    with (
+        mock.patch.object(PeerProcess, "read", late_read),
+        mock.patch.object(ThreadExecutor, "run", late_run),
+    ):
+        yield
+
+
+def run_late_node(pipe: Connection, config: Config) -> None:
+    """A store node with a slow thread: told a time, the next one that is about to take a writer's
+    bytes says so, and takes them only after that time; others go on meanwhile."""
+    pauses = queue.SimpleQueue[float]()
+
+    def pause() -> None:
+        if not pauses.empty():
+            pause_s = pauses.get()
+            pipe.send("taking")
+            time.sleep(pause_s)
+
+    async def main() -> None:
+        async with service.open_node(config, hello_of("store", "store-0")) as (_, address):
+            pipe.send(address)
+            while True:
+                pauses.put(await asyncio.to_thread(pipe.recv))
+
+    with late_threads(pause):
+        asyncio.run(main())
 
 
 def run_node_at(pipe: Connection, config: Config, port: int) -> None:

@@ -119,29 +119,52 @@ def test_a_prompt_that_is_cached_whole_writes_into_no_shared_block(
 
 @pytest.mark.fault(number=13)
 @pytest.mark.parametrize("tokens", [3 * BLOCK - 1, 3 * BLOCK, 3 * BLOCK + 1])
-@pytest.mark.parametrize("others", ["stored", "nowhere"])
-def test_blocks_come_to_their_positions(
-    up: Cluster, control: Control, tokens: int, others: str
-) -> None:
-    """With none to all of the blocks in the worker's own pool, from the start or from the end."""
+def test_blocks_come_to_their_positions(up: Cluster, control: Control, tokens: int) -> None:
+    """With none to all of the blocks in the workers' own pools, from the start or from the end; the
+    others are in the store, or nowhere."""
     prompt = control.prompt(tokens, seed=tokens)
-    cold = up.ask(prompt, cache_salt=others, max_tokens=6)
+    cold = up.ask(prompt, cache_salt="cold", max_tokens=6)
     assert cold.cached_tokens == 0
     up.ask(prompt)
     keys = control.chain(prompt).keys
     count = len(keys)
-    cuts = [range(local, count) for local in range(count + 1)]
-    cuts += [range(0, count - local) for local in range(1, count + 1)]
-    for cut in cuts:
+    from_start = [range(local, count) for local in range(count + 1)]
+    from_end = [range(0, count - local) for local in range(1, count)]
+    for cut, is_lost in (
+        *((cut, False) for cut in from_start + from_end),
+        *((cut, True) for cut in from_end),
+    ):
         control.until_stored(prompt)
         gone = [keys[index] for index in cut]
         if gone:
             control.forget(gone)
-        if gone and others == "nowhere":
+        if is_lost:
             assert control.drop(gone) == len(gone)
-        missing = len(gone) * BLOCK if others == "nowhere" else 0
+        missing = len(gone) * BLOCK if is_lost else 0
         answer = up.ask(prompt, max_tokens=6)
         assert (answer.said, answer.cached_tokens) == (cold.said, cached(tokens, missing)), cut
+
+
+@pytest.mark.fault(number=13)
+@pytest.mark.fault(number=43)
+@pytest.mark.parametrize("tokens", [3 * BLOCK - 1, 3 * BLOCK, 3 * BLOCK + 1])
+def test_prefill_computes_at_their_positions_what_nobody_has(
+    up: Cluster, control: Control, tokens: int
+) -> None:
+    """A prompt whose beginning was asked before: of its blocks the first are in both workers'
+    pools, the next ones in the store, and prefill computes the rest, for decode to pull."""
+    prompt = control.prompt(tokens, seed=100 + tokens)
+    cold = up.ask(prompt, cache_salt="cold", max_tokens=6)
+    count = len(control.chain(prompt).keys)
+    for known in range(1, count + 1):
+        pooled, salt = known // 2, f"{known} known"
+        begun = prompt[: known * BLOCK]
+        up.ask(begun, cache_salt=salt, max_tokens=1)
+        control.until_stored(begun, salt)
+        control.forget(control.chain(begun, salt).keys[pooled:])
+        answer = up.ask(prompt, cache_salt=salt, max_tokens=6)
+        there = min(known * BLOCK, tokens - 1)
+        assert (answer.said, answer.cached_tokens) == (cold.said, there), salt
 
 
 # --- wrong counts ---------------------------------------------------------------------------------

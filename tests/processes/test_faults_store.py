@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
 
 import anyio
 import numpy as np
@@ -19,13 +16,14 @@ from cluster import free_port
 from faulty_peer import (
     LIES,
     Lie,
+    late_threads,
     lying_transports,
+    run_late_node,
     run_lying_node,
     run_node_at,
     run_stopping_reader,
 )
 from kvass.common.errors import KvassError, Unavailable
-from kvass.common.executor import Executor
 from kvass.common.transport import nixl
 from kvass.common.transport.route import Setting
 from kvass.common.transport.seam import Copies
@@ -34,8 +32,8 @@ from kvass.kvstore.client import StoreClient
 from kvass.kvstore.links import NodeLink
 from store_peer import (
     LAYOUT,
+    Process,
     config_of,
-    fill,
     pull,
     push,
     run_node,
@@ -49,9 +47,9 @@ from store_sim import SlotArray, chain_of, content
 pytestmark = [pytest.mark.anyio, pytest.mark.process]
 BLOCKS = 64
 EVERY = set(range(BLOCKS))
-CANCELLED = 24  # calls, each a little later in its course
+CANCELLED = 12  # calls, each a little later in its course
 LATE_S = 0.02
-T = TypeVar("T")
+LATE_TAKE_S = 0.3
 
 
 @pytest.fixture(params=["cma", "tcp"])
@@ -78,11 +76,11 @@ async def test_a_reader_that_outlives_its_lease_discards_what_it_read() -> None:
                 process = psutil.Process(reader.process.pid)
                 await until(lambda: is_stopped(process))
 
-                async def lease_is_over() -> bool:
+                async def its_leases_are_over() -> bool:
                     counts = await counts_of(store)
                     return counts["leases_lost"] == 1 and not counts["leases"]
 
-                await until(lease_is_over)
+                await until(its_leases_are_over)
                 assert await push(store, memory, 2, BLOCKS) == EVERY
                 reader.kill(signal.SIGCONT)
                 there, counted = await reader.answer()
@@ -103,27 +101,12 @@ async def is_stopped(process: psutil.Process) -> bool:
     return bool(process.status() == psutil.STATUS_STOPPED)
 
 
-@dataclass
-class Late:
-    """An executor whose threads begin late, as on a busy machine."""
-
-    inner: Executor
-
-    async def run(self, function: Callable[[], T]) -> T:
-        def late() -> T:
-            time.sleep(LATE_S)
-            return function()
-
-        return await self.inner.run(late)
-
-
 @pytest.mark.fault(number=2)
 async def test_slots_of_cancelled_pulls_get_no_late_byte(way: Setting) -> None:
-    with started(run_node, config_of(way)) as node:
+    with started(run_node, config_of(way)) as node, late_threads(lambda: time.sleep(LATE_S)):
         async with worker(way, await node.answer(), BLOCKS, "self") as (store, memory):
             assert await push(store, memory, 1, BLOCKS) == EVERY
             chain, every = chain_of(BLOCKS, seed=1, layout=LAYOUT), range(BLOCKS)
-            store._moving().executor = Late(store._moving().executor)
             took_s, cancelled = 0.0, 0
             for _ in range(2):  # the first one connects
                 begun_s = time.monotonic()
@@ -142,23 +125,41 @@ async def test_slots_of_cancelled_pulls_get_no_late_byte(way: Setting) -> None:
 
 
 @pytest.mark.fault(number=2)
-async def test_a_cancelled_push_stores_nothing_of_its_slots_next_owner(way: Setting) -> None:
-    with started(run_node, config_of(way)) as node:
-        async with worker(way, await node.answer(), BLOCKS, "self") as (store, memory):
-            cancelled = 0
-            for attempt in range(12):
-                fill(memory, attempt, BLOCKS)
-                with anyio.move_on_after(0.002 * attempt) as scope:
-                    await push(store, memory, attempt, BLOCKS, filled=True)
-                cancelled += scope.cancelled_caught
-                memory.array[:] = 0x77
-                await pull(store, memory, attempt, BLOCKS)  # asserts that what is there is right
-            assert cancelled >= 3
-            counts = await at_rest(store)
-            assert counts["visible_bytes"] == int(counts["total_bytes"]) - int(counts["free_bytes"])
-            for attempt in range(12):
-                await pull(store, memory, attempt, BLOCKS)
-            assert store.counts["pull_corrupt"] == counts["corrupt"] == 0
+async def test_slots_of_a_cancelled_push_get_no_late_byte(way: Setting) -> None:
+    """Its writer gives its own slots to others at once. The node, whose thread is about to take
+    their bytes, gives its slots to another process once that thread has; that process's bytes come
+    by another way, so that they wait for no thread that is late."""
+    other_way: Setting = "tcp" if way == "cma" else "cma"
+    with started(run_late_node, config_of("auto", slab_blocks=BLOCKS)) as node:
+        address = await node.answer()
+        with started(run_worker, other_way, address, BLOCKS) as other:
+            assert await other.answer() == "ready"
+            async with worker(way, address, BLOCKS, "self") as (store, memory):
+                for seed in (1, 2):
+                    begun_s = await push_and_leave(node, store, memory, seed)
+                    memory.array[:] = 0x77
+
+                    async def is_stored(seed: int = 10 + seed) -> bool:
+                        return set(await other.ask("push", seed)) == EVERY
+
+                    await until(is_stored)
+                    await anyio.sleep(max(0.0, begun_s + 1.5 * LATE_TAKE_S - time.monotonic()))
+                    assert await pull(store, memory, 10 + seed, BLOCKS) == EVERY
+                    assert await pull(store, memory, seed, BLOCKS) == set()
+                counts = await at_rest(store)
+                assert (counts["corrupt"], counts["free_bytes"]) == (0, 0)
+
+
+async def push_and_leave(node: Process, store: StoreClient, memory: SlotArray, seed: int) -> float:
+    """Cancel a push as soon as the node is about to take its bytes; return when that was."""
+    node.pipe.send(LATE_TAKE_S)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(push, store, memory, seed, BLOCKS)
+        assert await node.answer() == "taking"
+        begun_s = time.monotonic()
+        tasks.cancel_scope.cancel()
+    assert time.monotonic() - begun_s < LATE_TAKE_S, "the writer waits for nobody"
+    return begun_s
 
 
 @pytest.mark.fault(number=9)
@@ -214,7 +215,7 @@ async def test_transfers_that_lie_about_success(way: Setting, lie: Lie) -> None:
             await lies(*(("", lie) if way == "cma" else (lie, "")))
             assert await pull(store, memory, 1, BLOCKS) == set()
             assert await lies("", "")
-            assert store.counts["pull_corrupt"] == BLOCKS
+            assert store.counts["pull_corrupt"] == BLOCKS, store.counts
             assert await pull(store, memory, 1, BLOCKS) == EVERY, "the node's blocks are right"
             await at_rest(store)
 
