@@ -5,7 +5,9 @@ is: lease, transfer, checksum of every block in its slot. Both sides' memory is 
 no get uses bytes that a cache may still have: they come from, and go to, all of a working set of
 512 MiB in turn. The references are measured in turn with the gets: over cross-memory attach, the
 same 64 copies by one core's `memcpy` within this process; over TCP, as many bytes sent by one
-process into a plain loopback socket and received by this one, into the same slots.
+process into a plain loopback socket and received by this one, into the same slots. Beside each get
+stand its parts: the call (for a lease, or for a write into the lent buffer, which it contains),
+what this process then does with the bytes, and the rest, which is threads waking each other.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ import socket
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -35,7 +39,9 @@ from kvass.common.transport.identity import own_identity
 from kvass.common.transport.peer_process import PeerProcess, Vectors
 from kvass.common.transport.route import Setting
 from kvass.common.transport.seam import Copies, Region
+from kvass.kvstore import pulls
 from kvass.kvstore.client import StoreClient, open_client
+from kvass.kvstore.links import NodeLink
 from kvass.kvstore.placement import StoreNode
 from kvass.kvstore.service import open_node
 from rig import Figure
@@ -194,6 +200,37 @@ async def filled_store(
         yield store
 
 
+@contextlib.contextmanager
+def parts_noted(into: dict[str, list[float]]) -> Iterator[None]:
+    """Note how long each call to the node and each handling of bytes takes."""
+    call, read, copy = NodeLink.call, CmaTransport.read, pulls._Batch._copy
+
+    @contextlib.contextmanager
+    def noted(name: str) -> Iterator[None]:
+        started_s = time.perf_counter()
+        yield
+        into[name].append(time.perf_counter() - started_s)
+
+    async def noted_call(self: NodeLink, request: Any, **limits: float) -> Any:
+        with noted(type(request).__name__):
+            return await call(self, request, **limits)
+
+    async def noted_read(*arguments: Any, **named: Any) -> None:
+        with noted("bytes"):
+            await read(*arguments, **named)
+
+    def noted_copy(*arguments: Any) -> Any:
+        with noted("bytes"):
+            return copy(*arguments)
+
+    with (
+        mock.patch.object(NodeLink, "call", noted_call),
+        mock.patch.object(CmaTransport, "read", noted_read),
+        mock.patch.object(pulls._Batch, "_copy", noted_copy),
+    ):
+        yield
+
+
 async def get_s(store: StoreClient, chain: Chain, memory: SlotMemory, row: int) -> float:
     """Return the seconds of one get, which must be whole."""
     slots = range(row * BLOCKS, (row + 1) * BLOCKS)
@@ -207,19 +244,35 @@ async def get_s(store: StoreClient, chain: Chain, memory: SlotMemory, row: int) 
 
 async def measure(
     kind: Setting, rows: int, rounds: int, reference_s: Callable[[SlotMemory, int], float]
-) -> tuple[list[float], list[float]]:
-    """Return the seconds of every get and of every reference, taken in turn."""
+) -> tuple[list[float], list[float], dict[str, list[float]]]:
+    """Return the seconds of every get, of every reference, taken in turn, and of each get's
+    parts."""
     names = chains(rows)
     memory = SlotMemory(LAYOUT, rows * BLOCKS)
-    gets, references = [], []
+    gets, references, parts = [], [], defaultdict[str, list[float]](list)
     slab_bytes = (rows + 2) * BLOCKS * LAYOUT.block_size + (64 << 20)
     with process(run_node, config_of(kind, slab_bytes)) as address:
         async with filled_store(kind, address, memory, names) as store:
             for number in range(rounds * rows):
                 row = number % rows
                 references.append(reference_s(memory, (row + rows // 2) % rows))
-                gets.append(await get_s(store, names[row], memory, row))
-    return gets, references
+                with parts_noted(parts):
+                    gets.append(await get_s(store, names[row], memory, row))
+    return gets, references, parts
+
+
+def part_figures(
+    gets: list[float], parts: dict[str, list[float]], request: str, call: str, work: str
+) -> list[Figure]:
+    """Return what a get's time goes into, in milliseconds of its median."""
+    whole, called, worked = (
+        1e3 * statistics.median(times_s) for times_s in (gets, parts[request], parts["bytes"])
+    )
+    return [
+        Figure(f"of it, the call: {call}", called, "ms", "the whole get", whole),
+        Figure(f"of it, {work}", worked, "ms", "the whole get", whole),
+        Figure("of it, the rest", whole - called - worked, "ms", "the whole get", whole),
+    ]
 
 
 def figures(rows: int, rounds: int) -> list[Figure]:
@@ -228,7 +281,7 @@ def figures(rows: int, rounds: int) -> list[Figure]:
     def rate(times_s: list[float]) -> float:
         return size / statistics.median(times_s) / 1e9
 
-    gets, copies = asyncio.run(measure("cma", rows, rounds, Memcpy(rows).copy_s))
+    gets, copies, parts = asyncio.run(measure("cma", rows, rounds, Memcpy(rows).copy_s))
     made = [
         Figure(
             "get over cross-memory attach", rate(gets), "GB/s", "memcpy by one core",
@@ -238,9 +291,10 @@ def figures(rows: int, rounds: int) -> list[Figure]:
             "of it, the system call alone", rate(alone_s(rows, rounds)), "GB/s",
             "memcpy by one core", rate(copies),
         ),
+        *part_figures(gets, parts, "GetBegin", "lease", "read and check"),
     ]  # fmt: skip
     with process(run_sender, rows) as port, socket.create_connection(("127.0.0.1", port)) as plain:
-        gets, copies = asyncio.run(
+        gets, copies, parts = asyncio.run(
             measure("tcp", rows, rounds, lambda memory, row: receive_s(plain, memory, row))
         )
     made.append(
@@ -249,7 +303,7 @@ def figures(rows: int, rounds: int) -> list[Figure]:
             rate(copies), least_ratio=0.6,
         )
     )  # fmt: skip
-    return made
+    return made + part_figures(gets, parts, "GetWrite", "write", "copy and check")
 
 
 def main() -> int:
