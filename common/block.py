@@ -8,7 +8,7 @@ byte string, outermost first:
 
 A record is padded to 64 bytes, so records and head groups start on cache lines. One head group's
 bytes are one contiguous range: every rank of a tensor-parallel degree that divides `head_groups`
-moves one range a block, whatever degree wrote it (DESIGN §3).
+moves one range a block, whatever degree wrote it.
 
 No other code does arithmetic on layouts. Offsets are plain ints, hence 64-bit and more.
 """
@@ -29,7 +29,7 @@ LAYOUT_VERSION = 1
 HEADER_MAGIC = b"KVASSBLK"
 RECORD_ALIGN = 64  # a cache line, and the widest vector register
 SLOT_ALIGN = 64
-SCALE_BYTES = 2  # bf16, one per token and KV head (DESIGN §3)
+SCALE_BYTES = 2  # bf16, one per token and KV head
 _CODE_BYTES: dict[KvDtype, int] = {"fp8": 1, "int8": 1, "bf16": 2}
 
 
@@ -164,7 +164,7 @@ class BlockLayout:
 
 
 class BlockHeader(msgspec.Struct, frozen=True, array_like=True):
-    """What a store node knows of a block besides its bytes (DESIGN §3).
+    """What a store node knows of a block besides its bytes.
 
     It lives in the node's index (and before the payload on flash), never in a slot. `index` is the
     block's place in its chain; `checksums` holds one xxh3-64 a head group.

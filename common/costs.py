@@ -1,6 +1,6 @@
 """Load or recompute: what a block costs either way, from what was measured lately. Pure.
 
-Loading a range pays when bytes ÷ bandwidth + round trip < tokens ÷ prefill rate (DESIGN §5).
+Loading a range pays when bytes ÷ bandwidth + round trip < tokens ÷ prefill rate.
 """
 
 from __future__ import annotations

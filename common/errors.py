@@ -55,12 +55,6 @@ class DeadlineExceeded(KvassError):
     http_status = 504
 
 
-class BlockCorrupt(KvassError):
-    """A block's bytes do not match its checksum: discard, count, recompute."""
-
-    retryable = True
-
-
 class TransferFailed(KvassError):
     """Bytes did not arrive; the destination holds nothing that means anything."""
 

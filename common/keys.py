@@ -29,7 +29,7 @@ Namespace = NewType("Namespace", bytes)
 Salt = NewType("Salt", bytes)
 
 KEY_BYTES = 32
-SEGMENT_BLOCKS = 32  # 512 tokens of the default block: the unit of placement (DESIGN §2)
+SEGMENT_BLOCKS = 32  # 512 tokens of the default block: the unit of placement on nodes
 TOKEN_ID_MAX = 2**32 - 1
 PUBLIC = Salt(b"")
 
@@ -50,8 +50,8 @@ def _canonical(value: Canonical) -> object:
 def namespace_of(identity: Mapping[str, Canonical]) -> Namespace:
     """Fingerprint a model and its numeric format: the root of every hash chain.
 
-    `identity` holds everything that changes a block's bytes (DESIGN §3). Floats are refused, since
-    their text differs between writers; pass `repr(value)`.
+    `identity` holds everything that changes a block's bytes (`model/identity.py`). Floats are
+    refused, since their text differs between writers; pass `repr(value)`.
     """
     packed: bytes = msgpack.packb(_canonical(identity), use_bin_type=True)
     return Namespace(blake2b(packed, digest_size=KEY_BYTES, person=b"kvass-ns").digest())

@@ -108,7 +108,8 @@ class Prefill(Request[PrefillProgress], frozen=True, tag="prefill"):
     """Make the full blocks of `tokens` exist in the store; answered by a stream of progress.
 
     `hold_owner`: committed blocks are held under this name until it is released (by decode, once it
-    has pulled them) or its deadline passes. Idempotent; cancelling it loses nothing but time.
+    has pulled them), or for the nodes' `store.hold_s`. Idempotent; cancelling it loses nothing but
+    time.
     """
 
     job_id: str

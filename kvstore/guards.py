@@ -29,8 +29,8 @@ class _Guard:
 
 
 class Guards:
-    """Protected keys by owner. Mutable fields: `_guards`, `_counts` (guards on a key), `_sizes`,
-    `_bytes` (protected bytes; each block once), `_deadlines`."""
+    """Protected keys by owner. Mutable fields: `_guards`, `_counts` (guards on a key), `_bytes`
+    (protected bytes; each block once), `_deadlines`."""
 
     def __init__(self, cap_bytes: int) -> None:
         self.cap_bytes = cap_bytes

@@ -15,7 +15,7 @@ from kvass.kvstore.deadlines import Deadlines
 from kvass.kvstore.ledger import Entry, Ledger
 
 LEASES_MAX = 16_384  # sixteen connections with their windows full of gets
-MARGIN = 4.0  # DESIGN §4: bytes over measured bandwidth, times 4
+MARGIN = 4.0  # a lease lasts so many times what its bytes take at the measured bandwidth
 FLOOR_S = 0.5  # a reader's event loop may be busy with other things for this long
 CAP_S = 20.0
 BANDWIDTH_START = 1e9  # bytes/s; a careful first guess, replaced by what is measured

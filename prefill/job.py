@@ -28,7 +28,7 @@ from kvass.prefill.schedule import Job
 
 LOOKUP_S = 2.0
 PULL_S = 10.0
-WAIT_S = 2.0  # one claim's length: then look again, whatever happened to the claimant
+WAIT_S = 2.0  # then look again, whatever happened to who claimed the blocks
 
 
 @dataclass(slots=True, eq=False)

@@ -46,7 +46,6 @@ class Worker:
             "overloaded": errors.Overloaded("full", retry_after_s=2.5),
             "unavailable": errors.Unavailable("left"),
             "incompatible": errors.Incompatible("a", 1, 2, who="b"),
-            "corrupt": errors.BlockCorrupt("bits"),
         }
         if wanted in raised:
             raise raised[wanted]

@@ -42,7 +42,6 @@ async def test_calls_and_streams_share_a_connection() -> None:
         ("invalid", errors.Invalid),
         ("overloaded", errors.Overloaded),
         ("unavailable", errors.Unavailable),
-        ("corrupt", errors.BlockCorrupt),
         ("incompatible", errors.Unavailable),  # not in the middle of a call: go elsewhere
     ],
 )

@@ -2,7 +2,7 @@
 
 One scale per row (a token of one KV head), in bf16, chosen so that the row's largest magnitude
 meets the largest code; codes are computed with the *rounded* scale, round to even, and saturate. A
-row of zeros has scale 1. bf16 has no scale (DESIGN §3).
+row of zeros has scale 1. bf16 has no scale.
 
 It knows nothing of blocks and offsets, nor of rotation. Every function treats each row by itself,
 with element-wise operations and a maximum only: a row's codes don't depend on its company.

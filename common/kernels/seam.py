@@ -1,6 +1,6 @@
 """The kernels seam: quantise-and-append and attention over a worker's paged pool.
 
-*What is attended to is what is stored* (DESIGN §1.4): K and V are quantised when they enter the
+*What is attended to is what is stored*: K and V are quantised when they enter the
 pool and attention reads the pool, for the tokens of the current step too. A row's bits depend only
 on its query, its position and the stored blocks before it: not on the batch, the chunk or the pool.
 

