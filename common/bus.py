@@ -94,6 +94,11 @@ class Topics:
 
 def host_and_port(broker: str) -> tuple[str, int]:
     """Return a broker's two parts; raises Invalid."""
+    if "://" in broker:
+        raise Invalid(
+            f"cluster.broker is {broker!r}; expected host:port alone, without a scheme: the link "
+            "is plain MQTT"
+        )
     host, colon, port = broker.rpartition(":")
     if not (host and colon and port.isdecimal()):
         raise Invalid(f"cluster.broker is {broker!r}; expected host:port")
@@ -135,9 +140,10 @@ class Bus:
     """One client of the broker.
 
     Mutable fields: `_client` (None while the link is down), `_retained` (what is said again on each
-    connection), `_subscriptions`, `links` (connections made so far). `on_message` is called with
-    topic and payload, in order; `on_link_up` after each connection, with the subscriptions made,
-    before their messages; `on_link_down` when it is lost. `own_topic` is cleared by the last will.
+    connection), `_subscriptions`, `_is_awaited` (the broker's absence was told, its return was
+    not), `links` (connections made so far). `on_message` is called with topic and payload, in
+    order; `on_link_up` after each connection, with the subscriptions made, before their messages;
+    `on_link_down` when it is lost. `own_topic` is cleared by the last will.
     """
 
     def __init__(
@@ -161,6 +167,7 @@ class Bus:
         self._on_link_down = on_link_down
         self._retained: dict[str, bytes] = {}
         self._client: aiomqtt.Client | None = None
+        self._is_awaited = False
         self.links = 0
 
     @property
@@ -177,8 +184,8 @@ class Bus:
             except (aiomqtt.MqttError, OSError) as error:
                 now_s = anyio.current_time()
                 if self.links > links or now_s - complained_s >= COMPLAIN_EVERY_S:
-                    _log.warning("broker %s: %s; trying again", self.broker, error)
-                    complained_s = now_s
+                    _log.warning("broker %s: %s; trying again every second", self.broker, error)
+                    complained_s, self._is_awaited = now_s, True
             if self.links > links:
                 retry_s = RETRY_FIRST_S
             await anyio.sleep(retry_s * random.uniform(0.5, 1.0))
@@ -229,6 +236,9 @@ class Bus:
             await client.subscribe([(topic, 0) for topic in self._subscriptions])
             self._client = client
             self.links += 1
+            if self._is_awaited:
+                _log.info("broker %s: connected", self.broker)
+                self._is_awaited = False
             for topic, payload in self._retained.items():
                 await self.publish(topic, payload, qos=1, retain=True)
             await self._on_link_up()

@@ -2,19 +2,19 @@
 
 `cluster` holds what all members must agree on; its resolved values are exchanged on every
 connection and a difference is refused with the field named. The rest is per process. Environment
-variables carry secrets only (`KVASS_SALT_SECRET`). Nobody writes to a config; derived values are
-properties.
+variables carry secrets only (`KVASS_SALT_SECRET`; and KVASS_PORT, which the program turns into an
+option). Nobody writes to a config; derived values are properties.
 """
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ByteSize, ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from kvass.common.block import KvDtype
@@ -23,6 +23,16 @@ from kvass.common.errors import Invalid
 _STRICT = ConfigDict(extra="forbid")
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_BROKER = "127.0.0.1:1883"  # where members look when none is named
+THREADS_MAX = 1024  # more cores than any machine has; a typo, and torch would start them all
+_BYTE_SIZE = TypeAdapter(ByteSize)
+
+
+def _size(value: object) -> object:
+    """Read `512MiB` and the like; what is no text is the field's own to judge."""
+    return int(_BYTE_SIZE.validate_python(value)) if isinstance(value, str) else value
+
+
+Size = Annotated[int, BeforeValidator(_size)]
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
@@ -46,15 +56,14 @@ class TransportConfig:
     # auto: cross-memory attach on the same host where the kernel allows it, else TCP
     kind: Literal["auto", "cma", "tcp"] = "auto"
     interface: str = "lo"  # the one interface that UCX's data ports are bound to
-    landing_bytes: int = 64 << 20  # memory that peers may write into over TCP
-    transfer_timeout_s: float = 10.0
+    landing_bytes: Size = 64 << 20  # memory that peers may write into over TCP
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
 class StoreConfig:
     """One store node."""
 
-    slab_bytes: int = 1 << 30
+    slab_bytes: Size = 1 << 30
     hold_share: float = 0.5  # of the slab that held and pinned blocks may take together
     claim_s: float = 2.0  # how long a claim lasts without progress
     hold_s: float = 60.0  # how long a committed block waits for the worker that asked for it
@@ -80,7 +89,7 @@ class GatewayConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     request_timeout_s: float = 600.0
-    body_bytes_max: int = 8 << 20
+    body_bytes_max: Size = 8 << 20
     # off: every request gets a salt of its own, so nothing that another one computed is found
     prefix_reuse: bool = True
     prefill_tokens_min: int = 64  # a missing suffix shorter than this is left to decode
@@ -115,7 +124,7 @@ def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
     try:
         config = _ADAPTER.validate_python(tree)
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        lines = [_complaint([str(part) for part in e["loc"]], e) for e in error.errors()]
         raise Invalid("config: " + "; ".join(lines)) from None
     _validate(config)
     return config
@@ -135,6 +144,21 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         if not isinstance(tree, dict):
             raise Invalid(f"--set {override!r}: {section} is a value, not a section")
     tree[leaf] = value
+
+
+def _complaint(path: Sequence[str], error: Mapping[str, Any]) -> str:
+    """Say what is wrong with one setting; of one that is not known, which ones are."""
+    name = ".".join(path)
+    if error["type"] == "unexpected_keyword_argument":
+        section: object = Config()
+        for part in path[:-1]:
+            section = getattr(section, part)
+        assert is_dataclass(section)
+        known = ", ".join(each.name for each in fields(section))
+        return f"no setting {name}; {'.'.join(path[:-1]) or 'the top level'} has {known}"
+    if error["type"].startswith("byte_size"):
+        return f"{name} is {error['input']!r}; expected bytes, such as 1073741824 or 1GiB"
+    return f"{name}: {error['msg']}"
 
 
 def _validate(config: Config) -> None:
@@ -157,9 +181,20 @@ def _validate(config: Config) -> None:
             raise Invalid(f"{name}.pool_share is {worker.pool_share}; expected over 0, up to 0.9")
         if worker.batch_requests < 1 or worker.queue_requests < 0 or worker.pool_blocks < 0:
             raise Invalid(f"{name}: batch_requests must be at least 1, counts must not be negative")
+        if not 0 <= worker.threads <= THREADS_MAX:
+            raise Invalid(f"{name}.threads is {worker.threads}; expected 0 to {THREADS_MAX}")
     for name, share in (("hold", store.hold_share), ("quarantine", store.quarantine_share)):
         if not 0 < share < 1:
             raise Invalid(f"store.{name}_share is {share}; expected between 0 and 1")
+    if not 0 <= config.gateway.port <= 65535:
+        raise Invalid(f"gateway.port is {config.gateway.port}; expected 0 to 65535")
+    for name, size in (
+        ("store.slab_bytes", store.slab_bytes),
+        ("transport.landing_bytes", config.transport.landing_bytes),
+        ("gateway.body_bytes_max", config.gateway.body_bytes_max),
+    ):
+        if size < 1:
+            raise Invalid(f"{name} is {size}; expected at least 1")
 
 
 # See model/identity.py; "namespace" depends on "device_kind".

@@ -31,6 +31,7 @@ from kvass.common.clock import Clock, RealClock
 from kvass.common.config import DEFAULT_BROKER, Config, difference
 from kvass.common.errors import Incompatible, Invalid, KvassError, Unavailable
 from kvass.common.membership import ROLES, Entry, Load, NodeTable, Peer, Role, State
+from kvass.common.roll_call import RollCall
 from kvass.common.rpc.hello import Hello
 from kvass.common.transport.identity import own_identity
 
@@ -105,6 +106,7 @@ class Member:
             cluster=dict(cluster_fields),
         )
         self.table = NodeTable(FOLLOWED[role])
+        self._roll_call = RollCall(self.table, FOLLOWED[role], identity.start_id)
         self.registry: CollectorRegistry = metrics.new_registry()
         self._metrics = metrics.MemberMetrics(self.registry)
         self._own = (role, member_id, identity.start_id)
@@ -305,11 +307,13 @@ class Member:
             self._changed = anyio.Event()
 
     async def _report(self) -> None:
-        """Send the load, and look who went silent."""
+        """Send the load, look who went silent, and tell who came and went."""
         while True:
             self.table.tick(self._clock.now_s())
             self.table.forget_unconfirmed(self._clock.now_s())
             self._notice()
+            for level, text in self._roll_call.look(self._clock.now_s()):
+                _log.log(level, "%s", text)
             for role in ROLES:
                 self._metrics.members.labels(role).set(len(self.live(role)))
             payload = bus.encode(dict(self._load()))

@@ -8,7 +8,7 @@ about: owners set gauges, or give a function that is read when somebody looks.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from wsgiref.simple_server import WSGIServer
 
 import anyio.to_thread
@@ -20,6 +20,8 @@ from prometheus_client import (
     ProcessCollector,
     start_http_server,
 )
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 # A cached prompt's first token is a few ms away, a long cold one's a minute.
 _FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -58,53 +60,107 @@ class MemberMetrics:
         )
 
 
-class PoolMetrics:
-    """Prefill and decode: the paged KV pool and what was found in it."""
+class Total(Collector):
+    """A counter whose values are kept by somebody else, by one label or by none, and read whenever
+    it is scraped (from the endpoint's thread). Mutable field: `_values`, by the label's value."""
+
+    def __init__(
+        self, name: str, documentation: str, label: str = "", *, registry: CollectorRegistry
+    ) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._labels = [label] if label else []
+        self._values: dict[str, Callable[[], float]] = {}
+        registry.register(self)
+
+    def read(self, value: Callable[[], float], of: str = "") -> None:
+        """Let `value` say the total, `of` one value of the label; it must never go down."""
+        self._values[of] = value
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        family = CounterMetricFamily(self._name, self._documentation, labels=self._labels)
+        for of, value in self._values.items():
+            family.add_metric([of] if self._labels else [], value())
+        yield family
+
+
+class WorkerMetrics:
+    """Prefill and decode: the paged KV pool, the batch, and what had to be computed."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.usage_percent = Gauge(
-            "kvass_kv_cache_usage_percent", "Share of the pool's blocks in use", registry=registry
+            "kvass_kv_cache_usage_percent",
+            "Percent (0 to 100) of the pool's blocks that requests or jobs use",
+            registry=registry,
         )
         self.total_blocks = Gauge(
             "kvass_kv_cache_total_blocks", "Blocks that the pool holds", registry=registry
         )
         self.used_blocks = Gauge(
-            "kvass_kv_cache_used_blocks", "Blocks in use by requests", registry=registry
-        )
-        self.hit_rate = Gauge(
-            "kvass_prefix_cache_hit_rate",
-            "Share of prompt tokens whose KV was found, of those of the last minutes",
+            "kvass_kv_cache_used_blocks",
+            "Blocks of the pool in use by requests or jobs",
             registry=registry,
         )
-        self.running = Gauge("kvass_running", "Requests or jobs in the batch", registry=registry)
-        self.waiting = Gauge("kvass_waiting", "Requests or jobs that wait", registry=registry)
+        self.prompt_tokens = Total(
+            "kvass_worker_prompt_tokens",
+            "Prompt tokens of the requests that this worker took in, or of its jobs' full blocks",
+            registry=registry,
+        )
+        self.computed_tokens = Total(
+            "kvass_worker_computed_tokens",
+            "Prompt tokens that this worker computed; the rest was found in its pool or the store,"
+            " or was not needed any more",
+            registry=registry,
+        )
+        self.running = Gauge(
+            "kvass_running", "Requests or jobs that have slots in the pool", registry=registry
+        )
+        self.waiting = Gauge(
+            "kvass_waiting", "Requests or jobs that wait for slots", registry=registry
+        )
         self.step_seconds = Histogram(
-            "kvass_step_seconds", "Time of one step", buckets=_INTER_TOKEN_S, registry=registry
+            "kvass_step_seconds",
+            "Time of one step of the batch",
+            buckets=_INTER_TOKEN_S,
+            registry=registry,
         )
 
 
 class BlockMetrics:
-    """Whoever moves blocks: bytes, times, and everything that became a miss, by reason."""
+    """Whoever moves blocks: bytes, times, and what could not be had or stored, by reason."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.bytes = Counter(
-            "kvass_transfer_bytes", "Block bytes moved", ["direction"], registry=registry
+            "kvass_transfer_bytes",
+            "Bytes of blocks that came from store nodes (pull) or went to them (push)",
+            ["direction"],
+            registry=registry,
         )
         self.seconds = Histogram(
             "kvass_transfer_seconds",
-            "Time of one transfer",
+            "Time of one pull or push that moved bytes, with all its nodes",
             ["direction"],
             buckets=_TRANSFER_S,
             registry=registry,
         )
-        self.misses = Counter(
-            "kvass_block_misses", "Blocks that could not be had, by reason", ["reason"],
+        self.misses = Total(
+            "kvass_block_misses",
+            "Blocks that a pull did not bring, and that had to be computed",
+            "reason",
             registry=registry,
-        )  # fmt: skip
-        self.refusals = Counter(
-            "kvass_block_refusals", "Blocks that a store would not take", ["reason"],
+        )
+        self.refusals = Total(
+            "kvass_block_refusals",
+            "Blocks that were not stored when they were offered; each offer of a block counts",
+            "reason",
             registry=registry,
-        )  # fmt: skip
+        )
+        self.failed_calls = Total(
+            "kvass_store_failed_calls",
+            "Calls to store nodes that were not answered",
+            "reason",
+            registry=registry,
+        )
 
 
 class StoreMetrics:
@@ -130,7 +186,10 @@ class StoreMetrics:
             "kvass_store_blocks", "Blocks, by what became of them", ["event"], registry=registry
         )
         self.lookups = Counter(
-            "kvass_store_lookups", "Blocks looked up, by answer", ["answer"], registry=registry
+            "kvass_store_lookups",
+            "Blocks looked up, by answer; one that gateway and workers ask for counts each time",
+            ["answer"],
+            registry=registry,
         )
 
 
@@ -142,22 +201,40 @@ class RequestMetrics:
             "kvass_requests", "Requests, by outcome", ["outcome"], registry=registry
         )
         self.prompt_tokens = Counter(
-            "kvass_request_prompt_tokens", "Prompt tokens of requests", registry=registry
+            "kvass_request_prompt_tokens",
+            "Prompt tokens of requests that were answered whole",
+            registry=registry,
         )
         self.cached_tokens = Counter(
-            "kvass_request_cached_tokens", "Prompt tokens not computed", registry=registry
+            "kvass_request_cached_tokens",
+            "Of those, tokens that no worker computed for the request",
+            registry=registry,
         )
         self.generated_tokens = Counter(
-            "kvass_request_generated_tokens", "Tokens generated", registry=registry
+            "kvass_request_generated_tokens",
+            "Tokens of answers to requests that were answered whole",
+            registry=registry,
         )
         self.hit_rate = Gauge(
             "kvass_prefix_cache_hit_rate",
-            "Share of prompt tokens whose KV was not computed, of those of the last minutes",
+            "Share (0 to 1) of answered requests' prompt tokens that no worker computed for them;"
+            " older requests weigh less, by 1/e in two minutes",
             registry=registry,
         )
-        self.running = Gauge("kvass_requests_running", "Requests in flight", registry=registry)
+        self.running = Gauge(
+            "kvass_requests_running",
+            "Answers in flight: a request has n of them",
+            registry=registry,
+        )
         self.resumed = Counter(
-            "kvass_requests_resumed", "Streams that went on elsewhere", registry=registry
+            "kvass_requests_resumed",
+            "Streams that had begun, lost their worker and were given to one again",
+            registry=registry,
+        )
+        self.blocks_not_stored = Counter(
+            "kvass_prefill_blocks_not_stored",
+            "Blocks that prefill jobs could not put into the store: decode workers compute them",
+            registry=registry,
         )
         self.first_token_seconds = Histogram(
             "kvass_time_to_first_token_seconds",

@@ -8,10 +8,11 @@ and no pickle does. The store's own messages are in `kvstore/messages.py`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgpack
 import msgspec
+from msgspec import Meta
 
 from kvass.common.errors import Invalid
 
@@ -22,6 +23,11 @@ FRAME_BYTES_MAX = 16 << 20
 ITEMS_MAX = 1 << 20
 
 Range = tuple[int, int]  # half-open, of block indices or token positions: the field says which
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+Salted = Annotated[bytes, Meta(max_length=64)]  # BLAKE2b takes no longer key
+Blocks = Annotated[int, Meta(ge=0, le=ITEMS_MAX)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-100, le=100)]
 
 Reply = TypeVar("Reply", bound="Message")
 
@@ -115,9 +121,9 @@ class Prefill(Request[PrefillProgress], frozen=True, tag="prefill"):
     job_id: str
     tokens: tuple[int, ...]
     hold_owner: str
-    deadline_s: float  # seconds from receipt
-    salt: bytes = b""
-    public_blocks: int = 0
+    deadline_s: Seconds  # from receipt
+    salt: Salted = b""
+    public_blocks: Blocks = 0
     tenant: str = ""
     priority: int = 0  # lower is sooner
 
@@ -126,18 +132,18 @@ class Prefill(Request[PrefillProgress], frozen=True, tag="prefill"):
 
 
 class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How to choose each next token. The gateway has validated every field."""
+    """How to choose each next token, within what the sampler can compute for any logits."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0: off
-    min_p: float = 0.0
-    seed: int = 0
-    choice: int = 0  # which of `n` answers: enters the random counter
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] = {}
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    top_p: Share = 1.0
+    top_k: Annotated[int, Meta(ge=0)] = 0  # 0: off
+    min_p: Share = 0.0
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] = 0
+    choice: Annotated[int, Meta(ge=0, le=1 << 16)] = 0  # which of `n`: enters the random counter
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+    logit_bias: dict[Annotated[int, Meta(ge=0)], Penalty] = {}
 
 
 class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -180,12 +186,12 @@ class Generate(Request[Delta], frozen=True, tag="generate"):
     prompt_length: int
     sampling: Sampling
     stop: Stop
-    deadline_s: float  # seconds from receipt
+    deadline_s: Seconds  # from receipt
     text_sent: int = 0
     prefill_pending: bool = False
     hold_owner: str = ""  # released in the store once the prompt's blocks are pulled
-    salt: bytes = b""
-    public_blocks: int = 0
+    salt: Salted = b""
+    public_blocks: Blocks = 0
     tenant: str = ""
     priority: int = 0
 

@@ -3,7 +3,7 @@ the cluster, load and pool metrics."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sized
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,10 +15,10 @@ from kvass.common.config import Config, WorkerConfig
 from kvass.common.costs import Costs
 from kvass.common.executor import ThreadExecutor
 from kvass.common.member import Member
-from kvass.common.metrics import PoolMetrics, read
+from kvass.common.metrics import WorkerMetrics, read
 from kvass.common.model.engine import Engine, open_engine
 from kvass.common.pool.pool import BlockPool
-from kvass.common.rpc.server import Handler, Server, listen
+from kvass.common.rpc.server import Handler, Server, accept, listen
 from kvass.common.wire import Message
 
 
@@ -52,16 +52,25 @@ async def serve_calls(
     listener, address = await listen(config.host)
     server = Server(member.hello, handlers)
     async with listener, anyio.create_task_group() as tasks:
-        tasks.start_soon(listener.serve, server.serve_connection)
+        tasks.start_soon(accept, listener, server.serve_connection)
         await member.announce(address)
         task_status.started(address)
 
 
 class Totals(Protocol):
-    """What a worker's loop counts for the hit rate."""
+    """What a worker's loop counts, for load reports and metrics."""
 
     prompt_tokens: int
     computed_tokens: int
+
+
+class Loop(Protocol):
+    """What both workers' loops tell. `on_step` is called with the seconds of each step."""
+
+    on_step: Callable[[float], None]
+
+    @property
+    def totals(self) -> Totals: ...
 
 
 def pool_load(means: Means) -> dict[str, int | float | str]:
@@ -78,9 +87,20 @@ def pool_load(means: Means) -> dict[str, int | float | str]:
     }
 
 
-def watch_pool(metrics: PoolMetrics, pool: BlockPool, totals: Totals) -> None:
-    """Let the pool's gauges read it whenever they are scraped."""
+def watch(
+    metrics: WorkerMetrics,
+    pool: BlockPool,
+    loop: Loop,
+    *,
+    running: Callable[[], Sized],
+    waiting: Callable[[], Sized],
+) -> None:
+    """Let the gauges read pool, loop and scheduler whenever they are scraped; time the steps."""
     read(metrics.total_blocks, lambda: pool.total)
     read(metrics.used_blocks, lambda: pool.used)
     read(metrics.usage_percent, lambda: 100 * pool.used / pool.total)
-    read(metrics.hit_rate, lambda: 1 - totals.computed_tokens / max(1, totals.prompt_tokens))
+    read(metrics.running, lambda: len(running()))
+    read(metrics.waiting, lambda: len(waiting()))
+    metrics.prompt_tokens.read(lambda: loop.totals.prompt_tokens)
+    metrics.computed_tokens.read(lambda: loop.totals.computed_tokens)
+    loop.on_step = metrics.step_seconds.observe

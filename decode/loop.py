@@ -92,7 +92,8 @@ class Totals:
 
 class DecodeLoop:
     """See the module. Mutable fields: `_tickets` (by sequence), `_over_early` (ids that
-    `prefill_over` named before their request was here, latest last), `_wake`, `totals`."""
+    `prefill_over` named before their request was here, latest last), `_wake`, `totals`, `on_step`
+    (told the seconds of each step; set once, by the worker)."""
 
     def __init__(
         self,
@@ -116,6 +117,7 @@ class DecodeLoop:
         self._wake = anyio.Event()
         offerer.on_release = self.wake
         self.totals = Totals()
+        self.on_step: Callable[[float], None] = lambda step_s: None
 
     def submit(self, ticket: Ticket) -> None:
         """Queue a request; the caller has checked that it fits the pool when it is alone."""
@@ -189,7 +191,7 @@ class DecodeLoop:
         tickets = [self._tickets[piece.sequence] for piece in pieces]
         states = [t.row for t, piece in zip(tickets, pieces, strict=True) if piece.logits]
 
-        def compute() -> tuple[list[int], float]:
+        def compute() -> tuple[list[int | None], float]:
             begun_s = self._now_s()
             logits = self._steps.run(rows)
             tokens = sample(logits, states) if logits is not None else []
@@ -198,20 +200,27 @@ class DecodeLoop:
         try:
             sampled, compute_s = await self._executor.run(compute)
         except KvassError as error:
-            self._fail(tickets, error)
+            self._fail(tickets, str(error))
             return
         self._account(pieces, tickets, deque(sampled))
         self.totals.steps += 1
         self.totals.rows += sum(piece.stop - piece.start for piece in pieces)
         self.totals.step_s = self._now_s() - started_s
+        self.on_step(self.totals.step_s)
         self.totals.overhead_s = self.totals.step_s - compute_s
         prompt_rows = sum(p.stop - p.start for p in pieces if p.stop - p.start > 1)
         self._costs.prefilled(prompt_rows, compute_s)
 
-    def _account(self, pieces: list[Piece], tickets: list[Ticket], sampled: deque[int]) -> None:
+    def _account(
+        self, pieces: list[Piece], tickets: list[Ticket], sampled: deque[int | None]
+    ) -> None:
         for piece, ticket in zip(pieces, tickets, strict=True):
             token = sampled.popleft() if piece.logits else None
             self.scheduler.stepped(piece, token)
+            if piece.logits and token is None:
+                ticket.sequence.unoffered = []  # who knows what their KV is
+                self._fail([ticket], "its logits are not finite")
+                continue
             if token is not None and not ticket.is_leaving:
                 self._hand_out(ticket, token)
             self._offer(ticket)
@@ -242,8 +251,8 @@ class DecodeLoop:
         self._offerer.offer(table.chain, indices, slots, tenant)
         sequence.unoffered = []
 
-    def _fail(self, tickets: list[Ticket], error: KvassError) -> None:
-        """A step raised: its requests end with the error; the others go on."""
+    def _fail(self, tickets: list[Ticket], error: str) -> None:
+        """A step went wrong for these requests: they end with the error; the others go on."""
         for ticket in tickets:
             ticket.sequence.in_step = False
             ticket.failure = Unavailable(f"the decode step failed: {error}")

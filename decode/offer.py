@@ -2,7 +2,7 @@
 
 So the next turn of a conversation hits on any worker. An offer is never waited for by a request,
 and losing one costs a recomputation at worst: when the queue is full, offers are dropped and
-counted.
+counted, as blocks that were refused.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvass.common.errors import Unavailable
 from kvass.common.wire import Sampling, Stop
 
 Floats = NDArray[np.float32]
@@ -148,23 +147,25 @@ class RowState:
             row[self._output.ids] -= frequency * self._output.counts + presence
 
 
-def sample(logits: torch.Tensor, rows: Sequence[RowState]) -> list[int]:
+def sample(logits: torch.Tensor, rows: Sequence[RowState]) -> list[int | None]:
     """Choose one token for each row of `logits` (float32 [R, V]) and append it to the row's state.
 
-    `logits` is the caller's scratch: rows with penalties or biases are changed in place. Raises
-    Unavailable if a row's logits are not finite where it matters: the model itself went wrong.
+    `logits` is the caller's scratch: rows with penalties or biases are changed in place. None for a
+    row whose logits are not finite where it matters (the model itself went wrong): the others must
+    not suffer for it.
     """
     assert logits.dtype == torch.float32 and logits.shape[0] == len(rows)
     if logits.is_cuda and all(row.is_greedy and row.is_plain for row in rows):
-        tokens = torch.argmax(logits, dim=1).tolist()  # documented to return the first maximum
+        tokens: list[int | None] = torch.argmax(logits, dim=1).tolist()  # the first, as documented
     else:
         tokens = _choose_all(logits.numpy(force=True), rows)
     for row, token in zip(rows, tokens, strict=True):
-        row.append(token)
+        if token is not None:
+            row.append(token)
     return tokens
 
 
-def _choose_all(logits: Floats, rows: Sequence[RowState]) -> list[int]:
+def _choose_all(logits: Floats, rows: Sequence[RowState]) -> list[int | None]:
     for row, values in zip(rows, logits, strict=True):
         if not row.is_plain:
             row.adjust(values)
@@ -172,11 +173,11 @@ def _choose_all(logits: Floats, rows: Sequence[RowState]) -> list[int]:
     # threads that a shared machine may not have: measured 9 ms for 8 rows, against 0.1.
     likeliest = logits.argmax(axis=1)
     tops = logits[np.arange(len(rows)), likeliest]
-    if not np.isfinite(tops).all():
-        raise Unavailable(f"the model's logits are not finite: the largest of a row are {tops}")
-    tokens: list[int] = likeliest.tolist()
+    tokens: list[int | None] = likeliest.tolist()
     for place, row in enumerate(rows):
-        if not row.is_greedy:
+        if not np.isfinite(tops[place]):
+            tokens[place] = None
+        elif not row.is_greedy:
             draw = uniform(row.sampling.seed, row.sampling.choice, row.position)
             tokens[place] = _draw(logits[place], float(tops[place]), row.sampling, draw)
     return tokens

@@ -16,13 +16,13 @@ from kvass.common.config import Config
 from kvass.common.errors import DeadlineExceeded, Invalid, Overloaded
 from kvass.common.keys import BlockKey, Chain, Salt
 from kvass.common.member import Member
-from kvass.common.metrics import BlockMetrics, PoolMetrics
+from kvass.common.metrics import BlockMetrics, WorkerMetrics
 from kvass.common.model.engine import Engine
 from kvass.common.model.tokenizer import Tokenizer
 from kvass.common.pool.table import BlockTable
 from kvass.common.rpc.server import Call, Handler
 from kvass.common.wire import Delta, Done, Forget, Generate, Message, PrefillOver
-from kvass.common.worker import Means, open_means, pool_load, serve_calls, watch_pool
+from kvass.common.worker import Means, open_means, pool_load, serve_calls, watch
 from kvass.decode.fetch import Fetcher
 from kvass.decode.loop import DecodeLoop, Ticket
 from kvass.decode.offer import Offerer
@@ -176,22 +176,30 @@ async def serve(
             cluster_fields=engine.fields,
             load=lambda: _load(means, loop, worker.queue_requests),
         )
+        blocks = BlockMetrics(member.registry)
         store = await stack.enter_async_context(
             open_client(
                 config.transport,
                 member.hello,
                 memory=engine.memory,
                 layout=engine.layout,
-                metrics=BlockMetrics(member.registry),
+                metrics=blocks,
             )
         )
         scheduler = Scheduler(
             engine.pool, chunk_tokens=worker.chunk_tokens, batch_requests=worker.batch_requests
         )
         offerer = Offerer(store, engine.pool)
+        blocks.refusals.read(lambda: offerer.dropped_count, "dropped")
         fetcher = Fetcher(store, means.costs, engine.layout.block_size)
         loop = DecodeLoop(scheduler, engine.runner, means.compute, fetcher, offerer, means.costs)
-        watch_pool(PoolMetrics(member.registry), engine.pool, loop.totals)
+        watch(
+            WorkerMetrics(member.registry),
+            engine.pool,
+            loop,
+            running=lambda: scheduler.admitted,
+            waiting=lambda: scheduler.waiting,
+        )
         await stack.enter_async_context(member)
         async with anyio.create_task_group() as tasks:
             service = Service(

@@ -99,7 +99,7 @@ async def of_completion(form: CompletionRequest, served: Served, request_id: str
         echo = ""
         if form.echo:
             echo = prompt if isinstance(prompt, str) else served.text.decode(tokens)
-        most = _tokens_max(len(tokens), form.max_tokens, COMPLETION_TOKENS, served, "prompt")
+        most = _tokens_max(len(tokens), form, COMPLETION_TOKENS, served, "prompt")
         asks.append(
             Ask(
                 request_id=f"{request_id}-{index}",
@@ -130,7 +130,7 @@ async def of_chat(form: ChatRequest, served: Served, request_id: str) -> list[As
     tokens = await _off_loop(
         size, lambda: served.text.render_chat(messages, add_generation_prompt=prompt)
     )
-    most = _tokens_max(len(tokens), form.tokens_max, served.window, served, "messages")
+    most = _tokens_max(len(tokens), form, served.window, served, "messages")
     ask = Ask(
         request_id=f"{request_id}-0",
         tokens=tuple(tokens),
@@ -167,19 +167,26 @@ def _check_vocabulary(tokens: Sequence[int], served: Served, parameter: str) -> 
 
 
 def _tokens_max(
-    prompt: int, asked: int | None, default: int, served: Served, parameter: str
+    prompt: int,
+    form: CompletionRequest | ChatRequest,
+    default: int,
+    served: Served,
+    parameter: str,
 ) -> int:
-    """Return how many tokens may be generated; raises Invalid if the window cannot hold them."""
+    """Return how many tokens may be generated; raises Invalid if the window cannot hold them.
+
+    To blame is the limit where the prompt alone would fit, else the prompt, which is `parameter`.
+    """
     if prompt == 0:
         raise Invalid(f"{parameter} is empty: expected at least one token", parameter=parameter)
-    left = served.window - prompt
+    asked, left = form.tokens_max, served.window - prompt
     wanted = asked if asked is not None else max(1, min(default, left))
     if wanted > left:
         raise ContextTooLong(
             f"This model's maximum context length is {served.window} tokens. However, you "
             f"requested {prompt + wanted} tokens ({prompt} in the {parameter}, {wanted} for the "
             f"completion). Please shorten one of them.",
-            parameter=parameter,
+            parameter=form.limit_name if left > 0 else parameter,
         )
     return wanted
 

@@ -167,10 +167,10 @@ class Fleet:
             client = await self.dialer.client(peer.address)
         except errors.KvassError as error:
             self.members.refused(peer)
-            raise errors.Unavailable(f"{role} {peer.member_id}: {error}") from None
+            raise errors.Unavailable(f"{peer.member_id}: {error}") from None
         if client.peer.start_id != start_id:
             await self.dialer.hang_up(peer.address)
-            raise errors.Unavailable(f"another process has the address of {role} {peer.member_id}")
+            raise errors.Unavailable(f"another process has the address of {peer.member_id}")
         return peer, client
 
     @contextmanager
@@ -188,7 +188,7 @@ class Fleet:
             finally:
                 self._calls.remove(flight)
         if flight.lost and scope.cancelled_caught:
-            raise errors.Unavailable(f"{peer.role} {peer.member_id}: {flight.lost}")
+            raise errors.Unavailable(f"{peer.member_id}: {flight.lost}")
 
     async def patrol(self) -> None:
         """Give up calls to peers that membership has lost; runs as long as the gateway."""

@@ -28,8 +28,9 @@ BIASES_MAX = 1024  # OpenAI's practice is 300; the wire allows maps of 4,096
 Prompt = str | list[int]
 
 
-def _fail(message: str) -> PydanticCustomError:
-    return PydanticCustomError("kvass", "{reason}", {"reason": message})
+def _fail(message: str, *, field: str = "") -> PydanticCustomError:
+    """Return what a validator raises; `field` is named where the form as a whole is checked."""
+    return PydanticCustomError("kvass", "{reason}", {"reason": message, "field": field})
 
 
 def _token_ids(value: object) -> list[int]:
@@ -139,7 +140,7 @@ class _Sampled(BaseModel):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)  # a logit over it stays a number
     logit_bias: Annotated[dict[int, float], BeforeValidator(_biases)] = {}
     stop: Annotated[list[str], BeforeValidator(_stop_strings)] = []
     stop_token_ids: Annotated[
@@ -155,7 +156,9 @@ class _Sampled(BaseModel):
     @model_validator(mode="after")
     def _check_stream(self) -> _Sampled:
         if self.stream_options is not None and not self.stream:
-            raise _fail("stream_options is only allowed when stream is true")
+            raise _fail(
+                "stream_options is only allowed when stream is true", field="stream_options"
+            )
         return self
 
     @property
@@ -176,13 +179,27 @@ class CompletionRequest(_Sampled):
     @model_validator(mode="after")
     def _check_counts(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of != self.n:
-            raise _fail(f"best_of ({self.best_of}) other than n ({self.n}) is not supported yet")
+            raise _fail(
+                f"best_of ({self.best_of}) other than n ({self.n}) is not supported yet",
+                field="best_of",
+            )
         if len(self.prompt) * self.n > PROMPTS_MAX:
             raise _fail(
                 f"{len(self.prompt)} prompts with n = {self.n} make "
-                f"{len(self.prompt) * self.n} choices; at most {PROMPTS_MAX} are accepted"
+                f"{len(self.prompt) * self.n} choices; at most {PROMPTS_MAX} are accepted",
+                field="n",
             )
         return self
+
+    @property
+    def tokens_max(self) -> int | None:
+        """The limit that was asked for."""
+        return self.max_tokens
+
+    @property
+    def limit_name(self) -> str:
+        """The name of the field that `tokens_max` comes from."""
+        return "max_tokens"
 
 
 class Message(BaseModel):
@@ -215,13 +232,21 @@ class ChatRequest(_Sampled):
     def _check_lengths(self) -> ChatRequest:
         both = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(both) > 1:
-            raise _fail("set max_completion_tokens or max_tokens, not both to different values")
+            raise _fail(
+                "set max_completion_tokens or max_tokens, not both to different values",
+                field="max_completion_tokens",
+            )
         return self
 
     @property
     def tokens_max(self) -> int | None:
         """Whichever of the two names was used."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def limit_name(self) -> str:
+        """The name of the field that `tokens_max` comes from."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
 
 # Fields whose being ignored would change the answer, with the values that ask for nothing.
@@ -276,7 +301,7 @@ def parse(body: bytes, form: type[Form]) -> Form:
     try:
         raw: Any = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
-        raise Invalid(f"the body is not valid JSON: {error}") from None
+        raise Invalid(f"the body is not JSON: {error}") from None
     if not isinstance(raw, dict):
         raise Invalid("the body must be a JSON object")
     given = {name: value for name, value in raw.items() if value is not None}  # null: the default
@@ -310,5 +335,5 @@ def _invalid(error: ValidationError) -> Invalid:
         return Invalid(f"{name} is required", parameter=name)
     if first["type"] == "kvass":
         message = f"{name}: {first['msg']}" if name else first["msg"]
-        return Invalid(message, parameter=name or None)
+        return Invalid(message, parameter=name or first["ctx"]["field"] or None)
     return Invalid(f"{name}: {first['msg']}; got {_short(first['input'])}", parameter=name)

@@ -105,6 +105,8 @@ def _add_operations(
                 "max_model_len": fleet.served.window,
                 # What all keys begin with; empty while no worker is ready.
                 "namespace": namespace.hex() if namespace else "",
+                # As at /health: why nothing can be asked now, and what is done without.
+                "degraded": [why for why in (fleet.why_not_ready(), *fleet.degraded()) if why],
                 "members": members,
                 # One entry a node that answers, with its id.
                 "store": [dict(counts) for counts in await fleet.store.stats(deadline_s=STATS_S)],

@@ -10,7 +10,7 @@ import anyio
 import uvicorn
 from fastapi import FastAPI
 
-from kvass.common.errors import Invalid
+from kvass.common.addresses import address_named
 
 BACKLOG = 1024  # connections that wait to be accepted: as many as choices may be in flight
 
@@ -60,18 +60,16 @@ class HttpServer(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind the HTTP port; raises Invalid saying which one is taken."""
+    """Bind the HTTP port; raises Invalid saying why it cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio switches Nagle's algorithm off only where the protocol is named: without it every
     # answer waits 40 ms for the client's delayed acknowledgement.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        bound.bind((host, port))
-    except OSError as error:
+        with address_named(host, port, section="gateway."):
+            bound.bind((host, port))
+    except BaseException:
         bound.close()
-        raise Invalid(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another port with "
-            "--set gateway.port=NUMBER"
-        ) from None
+        raise
     return bound

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -218,9 +218,24 @@ class Session:
                 done = False
                 async for step in progress:
                     self._computed = route.union([*self._computed, *step.computed])
+                    self._note_not_stored(worker, step.missing)
                     done = done or step.done
             if not done:
                 raise errors.Unavailable("its job ended without saying how")
+
+    def _note_not_stored(self, worker: route.Worker, missing: Sequence[Range]) -> None:
+        """Say of a job that is over how much of its work is lost to everybody else."""
+        count = sum(stop - first for first, stop in missing)
+        if not count:
+            return
+        self._fleet.metrics.blocks_not_stored.inc(count)
+        _log.warning(
+            "prefill %s on %s: %d of %d blocks not stored (its log says why): decode computes them",
+            self._ask.request_id,
+            worker.member_id,
+            count,
+            len(self._chain.keys),
+        )
 
     async def _tell_over(self, request_id: str, client: Client, flight: InFlight) -> None:
         try:
@@ -268,7 +283,7 @@ class Session:
             if attempt:
                 worker = await self._another(choice, failures, failure, stored)
                 if choice.token_ids:
-                    self._fleet.metrics.resumed.inc()
+                    self._note_resumed(choice, worker)
             try:
                 await self._decode_on(choice, worker, planned.missing_tokens, attempt)
             except errors.KvassError as error:
@@ -283,6 +298,11 @@ class Session:
             if choice.finish_reason or self._is_complete(choice):
                 return
         raise failure
+
+    def _note_resumed(self, choice: Choice, worker: route.Worker) -> None:
+        self._fleet.metrics.resumed.inc()
+        name, count = self._ask.request_id, len(choice.token_ids)
+        _log.info("%s resumed on %s after %d tokens", name, worker.member_id, count)
 
     def _is_complete(self, choice: Choice) -> bool:
         """Whether a stream was lost between its last token and its end."""
@@ -333,7 +353,7 @@ class Session:
             finally:
                 self._told.pop(request.request_id, None)
         if not choice.finish_reason:
-            raise errors.Unavailable(f"decode {peer.member_id} ended the stream without a reason")
+            raise errors.Unavailable(f"{peer.member_id} ended the stream without a reason")
 
     def _request(self, choice: Choice, attempt: int) -> wire.Generate:
         ask, first = self._ask, choice.index == 0

@@ -37,6 +37,7 @@ from kvass.common.wire import Range, Tags
 from kvass.kvstore import links
 from kvass.kvstore import messages as m
 from kvass.kvstore.links import NodeLink
+from kvass.kvstore.observe import show_counts
 from kvass.kvstore.placement import StoreNode
 from kvass.kvstore.pulls import pull
 from kvass.kvstore.pushes import PutTerms, push
@@ -66,8 +67,7 @@ class ClaimResult:
 
 @dataclass(frozen=True, slots=True)
 class PushResult:
-    """`stored`: committed now, or visible already. `refused`: full, busy, corrupt or
-    unavailable."""
+    """`stored`: committed now, or visible already. `refused`, with one of `observe.REFUSALS`."""
 
     stored: set[int]
     refused: dict[int, str]
@@ -77,7 +77,8 @@ class StoreClient:
     """See the module. Safe to use from any number of tasks of one event loop.
 
     `hello` says who this process is; its member id is the writer of what is pushed. Connections
-    live in `tasks`, the owner's task group. Mutable field: `counts`, of what went wrong, by kind.
+    live in `tasks`, the owner's task group. Mutable field: `counts`, of what went wrong, by kind;
+    `metrics` shows them.
     """
 
     def __init__(
@@ -95,6 +96,8 @@ class StoreClient:
         self._metrics = metrics
         self._now_s = (clock or LoopClock()).now_s
         self.counts: Counter[str] = Counter() if transfers is None else transfers.counts
+        if metrics is not None:
+            show_counts(metrics, self.counts)
         endpoints = None if transfers is None else transfers.endpoints
         dialer = dialer or Dialer(tasks, hello, Tags(m.STORE_REPLIES))
         self._router = Router(tasks, dialer, endpoints, self.counts, self._now_s)
@@ -201,14 +204,20 @@ class StoreClient:
         transfers = self._moving()
         place = dict(zip(indices, slots, strict=True))
         assert len(place) == len(slots), "a chain index comes twice"
+        missed: dict[int, str] = {}
         begun_s = self._now_s()
 
         async def ask(link: NodeLink, part: list[int], left_s: float) -> set[int]:
             wanted = {index: place[index] for index in part}
-            return await pull(transfers, link, chain, wanted, ends_s=self._now_s() + left_s)
+            ends_s = self._now_s() + left_s
+            outcome = await pull(transfers, link, chain, wanted, ends_s=ends_s)
+            for index, why in outcome.missed.items():
+                missed.setdefault(index, why)  # the next node seldom has it: the first one says why
+            return outcome.pulled
 
         pulled = await self._router.everywhere(chain, set(place), ask, deadline_s)
-        self.counts["pull_missing"] += len(place) - len(pulled)
+        for index in place.keys() - pulled:
+            self.counts[f"missed_{missed.get(index, 'unavailable')}"] += 1
         self._measure("pull", len(pulled) * transfers.share, self._now_s() - begun_s)
         return pulled
 
@@ -232,13 +241,16 @@ class StoreClient:
         terms = PutTerms(self._writer, tenant, hold_owner or "")
         stored: set[int] = set()
         refused: dict[int, str] = dict.fromkeys(place, "unavailable")
+        moved = 0
         begun_s = self._now_s()
 
         async def ask(link: NodeLink, part: list[int], left_s: float) -> set[int]:
+            nonlocal moved
             wanted = {index: place[index] for index in part}
             ends_s = self._now_s() + left_s
             outcome = await push(transfers, link, chain, wanted, terms, ends_s=ends_s)
             done, why = outcome.stored, outcome.refused
+            moved += outcome.moved
             stored.update(done)
             refused.update(why)
             # A node that is full or busy has answered: the next one is no better place.
@@ -246,7 +258,7 @@ class StoreClient:
 
         await self._router.everywhere(chain, set(place), ask, deadline_s)
         refused = {index: why for index, why in refused.items() if index not in stored}
-        self._measure("push", len(stored) * transfers.share, self._now_s() - begun_s)
+        self._measure("push", moved * transfers.share, self._now_s() - begun_s)
         for why in refused.values():
             self.counts[f"push_{why}"] += 1
         return PushResult(stored, refused)

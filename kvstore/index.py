@@ -123,6 +123,11 @@ class Index:
             return ["visible" if self.ledger.visible(h.key) else "full" for h in order.headers]
         return self.puts.begin(order)
 
+    def room_bytes(self, *, held: bool) -> int:
+        """Return what blocks may take at most, together; for those that are held it is less."""
+        total = self.ledger.extents.total
+        return min(total, self.guards.cap_bytes) if held else total
+
     def begin_move(self, put_id: str, session: str, key: bytes, now_s: float) -> Move | None:
         """Start moving a put's share of a block into its slot; None when the put is over."""
         self.expire(now_s)

@@ -22,13 +22,13 @@ from kvass.common.errors import Invalid
 from kvass.common.keys import KEY_BYTES, SEGMENT_BLOCKS, Chain, segments
 from kvass.common.transport.route import Way
 from kvass.common.transport.seam import EndpointCard, Loan
-from kvass.common.wire import Done, Message, Range, Request
+from kvass.common.wire import Done, Message, Range, Request, Seconds
 
 Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Keys = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES * SEGMENT_BLOCKS)]
 Name = Annotated[str, Meta(max_length=256)]  # of an owner, tenant or writer
+PutId = Annotated[str, Meta(min_length=1, max_length=256)]
 Count = Annotated[int, Meta(ge=0, le=1 << 40)]
-Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 Ranges = tuple[Range, ...]
 
 # 4,096 spans are 131,072 blocks, 2 M tokens: sixteen of the longest prompts foreseen, 4 MiB of
@@ -178,7 +178,7 @@ class PutBegin(Request[PutPlaces], frozen=True, tag="put_begin"):
     of receipt is given up.
     """
 
-    put_id: Name
+    put_id: PutId
     spans: Spans
     namespace: Key
     tenant: Name
@@ -205,8 +205,8 @@ class PutCommit(Request[PutStored], frozen=True, tag="put_commit"):
     block.
     """
 
-    put_id: Name
-    keys: Annotated[tuple[Key, ...], Meta(max_length=BLOCKS_MAX)]
+    put_id: PutId
+    keys: Annotated[tuple[Key, ...], Meta(min_length=1, max_length=BLOCKS_MAX)]
     indices: tuple[Count, ...]
     addresses: tuple[int, ...]
     checksums: tuple[int, ...]
@@ -216,7 +216,7 @@ class PutCommit(Request[PutStored], frozen=True, tag="put_commit"):
 class PutAbort(Request[Done], frozen=True, tag="put_abort"):
     """Give a put up. `started`: bytes may be on their way into the loan."""
 
-    put_id: Name
+    put_id: PutId
     started: bool
 
 

@@ -1,15 +1,36 @@
-"""A node's counts as Prometheus metrics."""
+"""Counts as Prometheus metrics: a node's, and those of a client of the store."""
 
 from __future__ import annotations
 
+from collections import Counter as Counts
 from collections.abc import Mapping
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter
 
-from kvass.common.metrics import StoreMetrics
+from kvass.common.metrics import BlockMetrics, StoreMetrics
 from kvass.kvstore.ledger import STATES
 
 _EVENTS = ("stored", "evictions", "dropped", "corrupt", "put_failed", "put_corrupt", "get_failed")
+
+
+# Why a pull did not bring a block: no node has it any more; its bytes were wrong; time was over
+# before its turn; no landing memory was free; a call or transfer failed; no node could be asked.
+MISSES = ("gone", "corrupt", "late", "landing_full", "failed", "unavailable")
+# Why a push did not store one: the node is full; another writer is at it; then as above.
+REFUSALS = ("full", "busy", "corrupt", "failed", "unavailable")
+_FAILED_CALLS = ("timeout", "unavailable", "unreachable")
+
+
+def show_counts(metrics: BlockMetrics, counts: Counts[str]) -> None:
+    """Let the metrics read a client's counts whenever they are scraped."""
+    for total, prefix, reasons in (
+        (metrics.misses, "missed", MISSES),
+        (metrics.refusals, "push", REFUSALS),
+        (metrics.failed_calls, "node", _FAILED_CALLS),
+    ):
+        for reason in reasons:
+            total.read(partial(counts.__getitem__, f"{prefix}_{reason}"), reason)
 
 
 class Observer:

@@ -31,6 +31,14 @@ from kvass.kvstore.transfers import TRANSFER_S, Transfers
 ARRIVAL_GRACE_S = 0.25
 
 
+@dataclass(slots=True)
+class PullOutcome:
+    """Mutable fields: `pulled` indices, that are there and right, and why others were `missed`."""
+
+    pulled: set[int] = field(default_factory=set)
+    missed: dict[int, str] = field(default_factory=dict)
+
+
 async def pull(
     transfers: Transfers,
     link: NodeLink,
@@ -38,39 +46,40 @@ async def pull(
     slots: Mapping[int, int],
     *,
     ends_s: float,
-) -> set[int]:
-    """Bring blocks of one node into their slots; return the indices that are there and right."""
-    pulled: set[int] = set()
+) -> PullOutcome:
+    """Bring blocks of one node into their slots."""
+    outcome = PullOutcome()
     try:
         ways = await link.ways(deadline_s=ends_s - link.now_s())
         landed = ways.get_way == "write"
         for indices in transfers.batches(sorted(slots), landed=landed):
             left_s = min(ends_s - link.now_s(), TRANSFER_S)
             if left_s <= 0 or not link.usable:
-                transfers.counts["pull_late"] += len(indices)
+                outcome.missed.update(dict.fromkeys(indices, "late"))
                 continue
             wanted = {index: slots[index] for index in indices}
-            batch = _Batch(transfers, link, chain, wanted, link.now_s() + left_s, pulled)
+            batch = _Batch(transfers, link, chain, wanted, link.now_s() + left_s, outcome)
             if landed:
                 await batch.take_written()
             else:
                 await batch.read(ways.start_id)
     except KvassError:
-        transfers.counts["pull_failed"] += 1
+        failed = [i for i in slots if i not in outcome.pulled and i not in outcome.missed]
+        outcome.missed.update(dict.fromkeys(failed, "failed"))
         link.detach()
-    return pulled
+    return outcome
 
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """One call's blocks. Mutable fields: `pulled` (the pull's), `wrong` (checksums that differ)."""
+    """One call's blocks. Mutable fields: `outcome` (the pull's), `wrong` (of another checksum)."""
 
     transfers: Transfers
     link: NodeLink
     chain: Chain
     slots: Mapping[int, int]
     ends_s: float
-    pulled: set[int]
+    outcome: PullOutcome
     wrong: list[int] = field(default_factory=list)
 
     def _left_s(self) -> float:
@@ -95,6 +104,7 @@ class _Batch:
             groups=(transfers.groups.start, transfers.groups.stop),
         )
         lease = await self.link.call(request, deadline_s=self._left_s())
+        self._note_gone(lease)
         if not lease.indices:
             return
         try:
@@ -159,10 +169,16 @@ class _Batch:
         """Sort blocks that are in their slots by whether their checksums are right."""
         for index, checksums in found.items():
             if checksums == announced[index]:
-                self.pulled.add(index)
+                self.outcome.pulled.add(index)
             else:
                 self.transfers.counts["pull_corrupt"] += 1
+                self.outcome.missed[index] = "corrupt"
                 self.wrong.append(index)
+
+    def _note_gone(self, places: m.Places) -> None:
+        """What the node did not give a place of, it has no more."""
+        gone = self.slots.keys() - set(places.indices)
+        self.outcome.missed.update(dict.fromkeys(gone, "gone"))
 
     # --- TCP ---
 
@@ -172,7 +188,7 @@ class _Batch:
         size = len(self.slots) * transfers.share
         loan = await borrow(transfers.endpoints, size, deadline_s=self._left_s())
         if loan is None:
-            transfers.counts["landing_full"] += 1
+            self.outcome.missed.update(dict.fromkeys(self.slots, "landing_full"))
             return
         async with _settled(loan):
             request = m.GetWrite(
@@ -186,6 +202,7 @@ class _Batch:
             places = await self.link.call(
                 request, deadline_s=request.deadline_s, limit_s=TRANSFER_S
             )
+            self._note_gone(places)
             found: list[tuple[int, ...]] = []
             if places.indices:
                 await loan.arrived(deadline_s=self._left_s())

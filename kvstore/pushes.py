@@ -38,10 +38,12 @@ class PutTerms:
 
 @dataclass(slots=True)
 class PutOutcome:
-    """Mutable fields: `stored` indices, and why others are `refused`."""
+    """Mutable fields: `stored` indices, why others are `refused`, and how many blocks `moved`:
+    those that were visible already did not."""
 
     stored: set[int] = field(default_factory=set)
     refused: dict[int, str] = field(default_factory=dict)
+    moved: int = 0
 
 
 async def push(
@@ -53,7 +55,7 @@ async def push(
     *,
     ends_s: float,
 ) -> PutOutcome:
-    """Offer blocks to one node. What is neither stored nor refused could not be offered."""
+    """Offer blocks to one node. What is neither stored nor refused was not offered."""
     outcome = PutOutcome()
     try:
         ways = await link.ways(deadline_s=ends_s - link.now_s())
@@ -65,7 +67,8 @@ async def push(
             put = _Put(transfers, link, chain, wanted, link.now_s() + left_s, outcome)
             await put.run(terms)
     except KvassError:
-        transfers.counts["push_failed"] += 1
+        failed = [i for i in slots if i not in outcome.stored and i not in outcome.refused]
+        outcome.refused.update(dict.fromkeys(failed, "failed"))
         link.detach()
     return outcome
 
@@ -138,9 +141,11 @@ class _Put:
         )
         left_s = commit.deadline_s
         reply = await self.link.call(commit, deadline_s=left_s, limit_s=TRANSFER_S)
-        corrupt = list(_each(reply.corrupt))
-        self.outcome.stored.update(_each(reply.stored))
-        self.outcome.refused.update(dict.fromkeys(corrupt, "corrupt"))
+        stored, corrupt = set(_each(reply.stored)), set(_each(reply.corrupt))
+        self.outcome.stored |= stored
+        self.outcome.moved += len(stored)
+        for index in set(granted) - stored:
+            self.outcome.refused[index] = "corrupt" if index in corrupt else "failed"
 
     async def _write(self, target: m.LoanCard, slots: Sequence[int]) -> None:
         """Write slots into a node's loan, one after the other.

@@ -26,6 +26,7 @@ from kvass.kvstore.puts import Move, PutOrder
 
 _log = logging.getLogger(__name__)
 
+SIZES_NOTED = 16  # a cluster has one block size, a node seldom serves a second
 LEND_WAIT_S = 1.0  # of a put for landing memory, before its blocks are answered `busy`
 
 
@@ -48,12 +49,14 @@ class _Outcome:
 
 
 class PutCalls:
-    """Mutable fields: `_ways` (how a session's puts come), `_lent` (loans by put id)."""
+    """Mutable fields: `_ways` (how a session's puts come), `_lent` (loans by put id), `_too_large`
+    (the latest block sizes that were said never to fit)."""
 
     def __init__(self, state: NodeState) -> None:
         self._state = state
         self._ways: dict[str, Way] = {}
         self._lent: dict[str, Lent] = {}
+        self._too_large: tuple[int, ...] = ()
 
     def handlers(self) -> Mapping[type[Message], Handler]:
         """Return what an RPC server answers."""
@@ -83,6 +86,7 @@ class PutCalls:
         if way is None:
             raise Unavailable("put_begin before attach")
         order = self._order(request, session)
+        self._warn_of_size(order)
         verdicts = self._state.index.put_begin(order, self._state.now_s())
         self._state.notify()
         answers = {h.index: verdict for h, verdict in zip(order.headers, verdicts, strict=True)}
@@ -99,6 +103,19 @@ class PutCalls:
             full=chosen(answers, "full"),
             loan=card,
         )
+
+    def _warn_of_size(self, order: PutOrder) -> None:
+        """Say once that blocks of this size can never be stored here: they are answered `full`."""
+        size = order.headers[0].length if order.headers else 0
+        room = self._state.index.room_bytes(held=bool(order.hold_owner))
+        if size > room and size not in self._too_large:
+            self._too_large = (*self._too_large[-SIZES_NOTED + 1 :], size)
+            _log.warning(
+                "no block of %d bytes fits, so none is stored: store.slab_bytes leaves %d for %s",
+                size,
+                room,
+                "blocks that are held" if order.hold_owner else "blocks",
+            )
 
     def _order(self, request: m.PutBegin, session: str) -> PutOrder:
         first, stop = request.groups
@@ -153,8 +170,8 @@ class PutCalls:
             raise Invalid(f"put_commit: {request.put_id!r} is another writer's")
         way = self._ways.get(session)
         _check_commit(request, way)
-        self._lent.pop(request.put_id, None)
         coming = self._begin_moves(request, session)
+        self._lent.pop(request.put_id, None)  # from here on `take` ends the loan
         outcome = _Outcome()
         try:
             if lent is not None:

@@ -137,6 +137,8 @@ class Puts:
     def _open(self, put: _Put, header: BlockHeader, order: PutOrder) -> Verdict:
         if self._ledger.sizes["quarantined"] > self._quarantine_bytes:
             return "full"
+        if header.length > self._ledger.extents.total:
+            return "full"  # for ever
         if not self._hold(order, header):
             return "full"
         entry = self._ledger.open(header, order.head_groups, order.ends_s)

@@ -15,7 +15,7 @@ from kvass.common.errors import Invalid
 from kvass.common.executor import ThreadExecutor
 from kvass.common.member import Member
 from kvass.common.rpc.hello import Hello
-from kvass.common.rpc.server import Server, listen
+from kvass.common.rpc.server import Server, accept, listen
 from kvass.common.transport.identity import Identity
 from kvass.common.transport.nixl import open_endpoints
 from kvass.kvstore.index import Index, Limits
@@ -67,7 +67,7 @@ async def open_node(config: Config, hello: Hello) -> AsyncIterator[tuple[Node, s
         await stack.enter_async_context(listener)
         tasks = await stack.enter_async_context(anyio.create_task_group())
         tasks.start_soon(node.run)
-        tasks.start_soon(listener.serve, server.serve_connection)
+        tasks.start_soon(accept, listener, server.serve_connection)
         try:
             yield node, address
         finally:

@@ -13,6 +13,7 @@ claimed runs out.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -64,6 +65,16 @@ class Run:
             missing=tuple(self._missing()) if self.is_over else (),
             done=self.is_over,
         )
+
+    def not_stored(self) -> str:
+        """Say how many blocks are not in the store, and why; empty if all are."""
+        missing = [i for i in range(self.job.block_count) if i not in self.stored]
+        if not missing:
+            return ""
+        refused = self.publisher.refused
+        reasons = Counter(refused.get(index, "not offered") for index in missing)
+        why = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
+        return f"{len(missing)} of {self.job.block_count} blocks not stored: {why}"
 
     def _missing(self) -> list[Range]:
         return ranges_of(i for i in range(self.job.block_count) if i not in self.stored)

@@ -7,7 +7,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,7 +49,8 @@ class Ticket:
 
 
 class PrefillLoop:
-    """See the module. Mutable fields: `_tickets` (by job), `_wake`, `totals`."""
+    """See the module. Mutable fields: `_tickets` (by job), `_wake`, `totals`, `on_step` (told the
+    seconds of each step; set once, by the worker)."""
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class PrefillLoop:
         self._tickets: dict[Job, Ticket] = {}
         self._wake = anyio.Event()
         self.totals = Totals()
+        self.on_step: Callable[[float], None] = lambda step_s: None
 
     def submit(self, run: Run) -> Ticket:
         """Queue a job."""
@@ -130,6 +132,7 @@ class PrefillLoop:
             return
         self.totals.steps += 1
         self.totals.step_s = anyio.current_time() - begun_s
+        self.on_step(self.totals.step_s)
         tokens = sum(piece.stop - piece.start for piece in pieces)
         self.totals.computed_tokens += tokens
         self._costs.prefilled(tokens, self.totals.step_s)

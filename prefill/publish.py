@@ -26,7 +26,8 @@ class Publishing(Protocol):
 
 
 class Publisher:
-    """One job's queue of full blocks. Mutable fields: `_queued`, `_pushing`, `_wake`, `_idle`.
+    """One job's queue of full blocks. Mutable fields: `refused` (why blocks are not stored, as far
+    as they were offered), `_queued`, `_pushing`, `_wake`, `_idle`.
 
     The queue is bounded by the job's blocks; its slots stay in use by the job meanwhile.
     """
@@ -35,6 +36,7 @@ class Publisher:
         self._store = store
         self._request = request
         self._table = table
+        self.refused: dict[int, str] = {}
         self._queued: list[int] = []
         self._pushing = False
         self._wake = anyio.Event()
@@ -76,6 +78,7 @@ class Publisher:
                 deadline_s=PUSH_S,
             )
             run.stored.update(result.stored)
+            self.refused.update(result.refused)
             run.move()
             indices = sorted(result.refused)
             if not indices:

@@ -7,6 +7,7 @@ messages.
 
 from __future__ import annotations
 
+import logging
 from contextlib import AsyncExitStack
 
 import anyio
@@ -18,18 +19,20 @@ from kvass.common.costs import Costs
 from kvass.common.errors import DeadlineExceeded, Invalid, Overloaded
 from kvass.common.keys import BlockKey, Chain, Salt
 from kvass.common.member import Member
-from kvass.common.metrics import BlockMetrics, PoolMetrics
+from kvass.common.metrics import BlockMetrics, WorkerMetrics
 from kvass.common.model.engine import Engine
 from kvass.common.pool.table import BlockTable
 from kvass.common.rpc.server import Call, Handler
 from kvass.common.wire import Done, Forget, Message, Prefill, PrefillProgress
-from kvass.common.worker import Means, open_means, pool_load, serve_calls, watch_pool
+from kvass.common.worker import Means, open_means, pool_load, serve_calls, watch
 from kvass.kvstore.client import StoreClient, open_client
 from kvass.kvstore.placement import nodes_of
 from kvass.prefill.job import Resolver, Run
 from kvass.prefill.loop import PrefillLoop
 from kvass.prefill.publish import Publisher
 from kvass.prefill.schedule import Job, Scheduler, due_s
+
+_log = logging.getLogger(__name__)
 
 REPORT_S = 1.0  # a job that waits says so: its caller tells waiting from hanging by it
 
@@ -71,6 +74,8 @@ class Service:
                     moved, progress = run.moved, run.progress()
                     await call.send(progress)
                     if progress.done:
+                        if progress.missing:
+                            _log.warning("job %s: %s", request.job_id, run.not_stored())
                         return
                     if ticket.failure is not None:
                         raise ticket.failure
@@ -158,7 +163,13 @@ async def serve(
         )
         resolver = Resolver(store, means.costs, engine.layout.block_size, config.store.claim_s)
         loop = PrefillLoop(scheduler, engine.runner, means.compute, resolver, means.costs)
-        watch_pool(PoolMetrics(member.registry), engine.pool, loop.totals)
+        watch(
+            WorkerMetrics(member.registry),
+            engine.pool,
+            loop,
+            running=lambda: scheduler.running,
+            waiting=lambda: scheduler.waiting,
+        )
         await stack.enter_async_context(member)
         async with anyio.create_task_group() as tasks:
             service = Service(

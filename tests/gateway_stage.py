@@ -69,6 +69,7 @@ class ScriptedWorker:
     number: int
     answer: str = ANSWER
     computed: tuple[Range, ...] = ()
+    missing: tuple[Range, ...] = ()
     before_token: Callable[[int], Awaitable[None]] = _go_on
     before_answer: Callable[[], Awaitable[None]] | None = None
     refusal: errors.KvassError | None = None
@@ -153,7 +154,12 @@ class ScriptedWorker:
             await self.before_token(index)
             done = index + 1 == blocks
             await call.send(
-                PrefillProgress(index + 1, ((0, (index + 1) * BLOCK_TOKENS),), done=done)
+                PrefillProgress(
+                    index + 1,
+                    ((0, (index + 1) * BLOCK_TOKENS),),
+                    self.missing if done else (),
+                    done=done,
+                )
             )
 
     async def _prefill_over(self, call: Call) -> Done:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -23,17 +24,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvass.common import config
+from kvass.launch.status import root_of
 from kvass.launch.up import setting
 
 FAKE = Path(__file__).parent / "fake_cluster.py"
 KVASS = (sys.executable, "-m", "kvass.launch.cli")
 
 
-def kvass(*arguments: str, code: int = 0, within_s: float = 30) -> str:
+def kvass(*arguments: str, code: int = 0, within_s: float = 30, **environment: str) -> str:
     """Run the program to its end; return all that it said."""
     done = subprocess.run(
         [*KVASS, *arguments], capture_output=True, text=True, timeout=within_s,
-        env=os.environ | {"COLUMNS": "200", "NO_COLOR": "1"},
+        env=os.environ | {"COLUMNS": "200", "NO_COLOR": "1"} | environment,
     )  # fmt: skip
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -69,7 +71,15 @@ def test_help_names_what_can_be_set(command: tuple[str, ...], words: tuple[str, 
     ("arguments", "words"),
     [
         (("up", "--kv-dtype", "fp4"), "cluster.kv_dtype"),
-        (("store", "--set", "store.unknown=1"), "store.unknown"),
+        (("store", "--set", "store.hold=1"), "no setting store.hold; store has slab_bytes, hold_"),
+        (("store", "--slab-bytes", "much"), "store.slab_bytes is 'much'; expected bytes"),
+        (("store", "--host", "203.0.113.9"), "203.0.113.9: it is no address of this host"),
+        (("prefill", "--host", "203.0.113.9"), "(setting host)"),
+        (("prefill", "--set", "prefill.threads=-3"), "prefill.threads is -3"),
+        (("gateway", "--set", "host=203.0.113.9"), "(setting host)"),
+        (("up", "--set", "host=203.0.113.9"), "(setting host)"),
+        (("up", "--host", "203.0.113.9"), "(setting gateway.host)"),
+        (("store", "--broker", "mqtt://127.0.0.1:1"), "without a scheme"),
         (("store", "--broker", "nowhere"), "cluster.broker is 'nowhere'; expected host:port"),
         (("store", "--id", "a/b", "--broker", "127.0.0.1:1"), "member id is 'a/b'"),
         (("up", "--config", "/nonexistent.toml"), "/nonexistent.toml"),
@@ -95,6 +105,30 @@ def test_a_port_that_is_taken_is_said_before_anything_starts() -> None:
     assert "broker" not in text
 
 
+def test_the_environment_names_the_port_and_settings_win_over_it(port: int) -> None:
+    named = str(port)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = str(server.getsockname()[1])
+        assert f"port {taken} on" in kvass("up", code=2, KVASS_PORT=taken)
+        for own in (("--port", taken), ("--set", f"gateway.port={taken}")):
+            assert f"port {taken} on" in kvass("up", *own, code=2, KVASS_PORT=named)
+    assert f"http://127.0.0.1:{named}." in kvass("status", code=1, KVASS_PORT=named)
+    assert "KVASS_PORT" in kvass("gateway", "--help")
+
+
+def test_log_lines_begin_with_the_time_in_utc() -> None:
+    code = "import logging; from kvass.launch.role import configure_logging as configure; "
+    code += "configure(); logging.getLogger('kvass.x').info('seen')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        env=os.environ | {"TZ": "Asia/Tokyo"},
+    )  # fmt: skip
+    said_at, rest = done.stderr.split(" ", 1)
+    assert rest == "INFO kvass.x: seen\n"
+    said = datetime.strptime(said_at, "%Y-%m-%dT%H:%M:%S.%f%z")
+    assert abs(datetime.now(UTC) - said) < timedelta(minutes=1) and len(said_at) == 24
+
+
 @given(st.text(st.characters(exclude_categories=("Cs", "Cc"))))
 def test_settings_survive_their_quoting(value: str) -> None:
     loaded = config.load(None, [setting("cluster.served_model_name", value)])
@@ -109,6 +143,7 @@ CLUSTER = {
          "load": {"prefill_tokens_s": 1234.5678}},
     ],
     "store": [{"id": "store-7", "visible_blocks": 12, "visible_bytes": 3 << 20}],
+    "degraded": ["no prefill worker is ready"],
 }  # fmt: skip
 
 
@@ -146,17 +181,23 @@ def test_status_is_a_table() -> None:
         "store-7",
         " 12 ",
         "3 MiB",
+        "no prefill worker is ready",
     ):
         assert word in text
 
 
+@pytest.mark.parametrize("text", ["127.0.0.1:9", "http://127.0.0.1:9/", "127.0.0.1:9/v1/"])
+def test_a_gateway_may_be_named_as_people_do(text: str) -> None:
+    assert root_of(text) == "http://127.0.0.1:9"
+
+
 def test_status_says_when_nothing_runs(port: int) -> None:
     text = kvass("status", "--url", f"http://127.0.0.1:{port}", code=1)
-    assert "Nothing answers" in text and "kvass up" in text
+    assert all(words in text for words in ("Nothing answers", "kvass up", "waits for its broker"))
     with answering(200, b"<html>") as url:
         assert "is not a Kvass gateway" in kvass("status", "--url", url, code=1)
     with answering(404, b"") as url:
-        assert "is not a Kvass gateway" in kvass("status", "--url", url, code=1)
+        assert "is not a Kvass gateway: it answers 404" in kvass("status", "--url", url, code=1)
 
 
 @dataclass

@@ -47,8 +47,14 @@ def test_bare_words(override: str, read: str | None) -> None:
     ("override", "reason"),
     [
         ("nothing", "expected section.name=value"),
-        ("cluster.unknown=1", "cluster.unknown"),
-        ("unknown.a=1", "unknown"),
+        ("cluster.unknown=1", "no setting cluster.unknown; cluster has name, model, .*, broker"),
+        ("unknown.a=1", "no setting unknown; the top level has cluster, .*, host"),
+        ("transport.transfer_timeout_s=1", "no setting transport.transfer_timeout_s"),
+        ("decode.threads=-3", "decode.threads is -3; expected 0 to"),
+        ("prefill.threads=100000", "prefill.threads is 100000; expected 0 to"),
+        ("gateway.port=70000", "gateway.port is 70000; expected 0 to 65535"),
+        ("store.slab_bytes=0", "store.slab_bytes is 0; expected at least 1"),
+        ("store.slab_bytes=8 furlongs", "store.slab_bytes is '8 furlongs'; expected bytes"),
         ("cluster=1", "cluster"),
         ("host.a=1", "host"),
         ("cluster.kv_dtype=fp4", "cluster.kv_dtype.*'fp8'"),
@@ -64,6 +70,14 @@ def test_bare_words(override: str, read: str | None) -> None:
 def test_what_is_wrong_is_named(override: str, reason: str) -> None:
     with pytest.raises(Invalid, match=reason):
         config.load(None, [override])
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("8GiB", 8 << 30), ("512 MiB", 512 << 20), ("'1.5KiB'", 1536), ("2kB", 2000), ("77", 77)],
+)
+def test_sizes_may_have_units(text: str, size: int) -> None:
+    assert config.load(None, [f"store.slab_bytes={text}"]).store.slab_bytes == size
 
 
 @pytest.mark.parametrize("text", ["[cluster", "[cluster]\nnmae = 1\n", "\x00"])

@@ -151,9 +151,14 @@ def test_a_port_that_is_taken_is_named() -> None:
     with bind("127.0.0.1", 0) as taken:
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(Invalid, match=f"127.0.0.1:{port}"):
+        with pytest.raises(Invalid, match=f"port {port} on 127.0.0.1 is in use"):
             bind("127.0.0.1", port)
         assert taken.proto == socket.IPPROTO_TCP, "else each answer waits for Nagle's algorithm"
+
+
+def test_an_address_of_another_host_is_named_with_its_setting() -> None:
+    with pytest.raises(Invalid, match=r"203\.0\.113\.9: it is no address of .*gateway\.host"):
+        bind("203.0.113.9", 0)
 
 
 def test_the_name_clients_ask_for(model_dir: Path) -> None:

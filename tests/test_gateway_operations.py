@@ -119,7 +119,7 @@ async def test_health_cluster_and_metrics(stage: Stage) -> None:
     assert member["id"] == "decode-0" and member["pid"] == 1 and member["state"] == "ready"
     assert member["address"] == stage.decode.address
     assert cluster["store"] == [{"id": f"store-{i}", "blocks": 2} for i in range(2)]
-    assert cluster["model"] == MODEL
+    assert cluster["model"] == MODEL and cluster["degraded"] == health.json()["degraded"]
     assert 'kvass_requests_total{outcome="ok"} 1.0' in text
     assert 'kvass_requests_total{outcome="invalid"} 1.0' in text
     assert "kvass_time_to_first_token_seconds_count 1.0" in text

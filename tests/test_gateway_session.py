@@ -158,6 +158,18 @@ async def test_choices_share_one_prefill_and_start_after_the_first_token() -> No
     assert usage.completion_tokens == sum(len(answer_of(ANSWER, i).encode()) for i in range(3))
 
 
+async def test_blocks_that_prefill_could_not_store_are_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with a_stage(prefills=1) as stage:
+        stage.prefill.missing = ((0, 2), (5, 6))
+        await run(stage)
+        count = stage.registry.get_sample_value("kvass_prefill_blocks_not_stored_total")
+    (line,) = [each for each in caplog.messages if "not stored" in each]
+    assert line.startswith("prefill r on prefill-0: 3 of 7 blocks not stored")
+    assert count == 3
+
+
 async def test_prefill_worker_dies_and_another_takes_over() -> None:
     async with a_stage(prefills=2) as stage:
         first, second = stage.prefills
@@ -214,7 +226,10 @@ async def test_prefill_that_hangs_is_given_up_when_membership_loses_it() -> None
 
 
 @pytest.mark.parametrize("position", [0, 1, 3, 4, 9, 10, TOKENS - 1])
-async def test_decode_worker_dies_and_the_stream_resumes(position: int) -> None:
+async def test_decode_worker_dies_and_the_stream_resumes(
+    position: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     async with a_stage(decodes=2) as stage:
         first, second = stage.decodes
         first.before_token = lambda at: after(at, position, first.die)
@@ -227,6 +242,8 @@ async def test_decode_worker_dies_and_the_stream_resumes(position: int) -> None:
     assert bytes(request.tokens[30:]) == ANSWER.encode()[:position]
     assert request.stop.max_tokens == 100
     assert resumed == (1 if position else 0)
+    line = f"r resumed on decode-1 after {position} tokens"
+    assert (line in caplog.messages) == (position > 0)
 
 
 async def test_decode_worker_hangs_and_the_stream_resumes() -> None:

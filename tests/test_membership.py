@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +18,7 @@ from kvass.common.membership import (
     Role,
     State,
 )
+from kvass.common.roll_call import RollCall
 
 
 def peer(
@@ -154,6 +157,46 @@ def test_version_counts_changes_of_who_is_there_only() -> None:
     assert table.version == version
     table.saw_gone("a")
     assert table.version == version + 1
+
+
+def test_a_log_has_one_line_for_each_member_that_changes() -> None:
+    table = linked()
+    table.saw_presence(peer("me", "own"), 0.0)
+    for name in ("a", "b", "c"):
+        table.saw_presence(peer(name, name, role="store"), 0.0)
+    roll_call = RollCall(table, ("decode", "store"), "own")
+
+    def said(now_s: float) -> list[str]:
+        return [f"{logging.getLevelName(level)} {text}" for level, text in roll_call.look(now_s)]
+
+    assert said(0.0) == ["INFO joined the cluster; ready: 3 store"]
+    table.saw_presence(peer("p", "p", role="prefill"), 0.1)  # not asked for
+    table.saw_presence(peer("d", "d", state="joining"), 0.1)
+    assert said(0.1) == []
+    table.saw_presence(peer("d", "d"), 0.2)
+    assert said(0.2) == ["INFO decode d joined: , pid 1"]
+    table.refused("d", 0.3)
+    assert said(0.3) == [], "whoever was refused tells"
+    table.saw_presence(peer("a", "a", role="store", state="draining"), 0.4)
+    table.saw_gone("b")
+    assert said(0.4) == [
+        "WARNING store b is gone: it was stopped, or it died",
+        "INFO store a is leaving",
+    ]
+    table.saw_gone("a")
+    table.saw_load("c", {}, 3.0)
+    assert said(3.1) == ["INFO store a left"]
+    assert said(3.3) == ["WARNING decode d is lost: nothing heard of it for 3 s"]
+    table.refused("d", 3.4)
+    assert said(3.4) == []
+    table.saw_load("d", {}, 3.5)
+    assert said(3.5 + DEMOTED_S) == ["INFO decode d is back"]
+    assert said(6.6) == [
+        "WARNING decode d is lost: nothing heard of it for 3 s",
+        "WARNING store c is lost: nothing heard of it for 3 s",
+    ]
+    table.saw_gone("c")
+    assert said(6.7) == [], "it was told"
 
 
 @given(st.permutations(["old presence", "old gone", "new presence", "old load", "new load"]))

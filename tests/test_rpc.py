@@ -5,11 +5,16 @@ Everything runs on both event loops: protocol code must not know which one it is
 
 from __future__ import annotations
 
+import errno
+from typing import Any, cast
+
 import anyio
 import anyio.abc
+import anyio.lowlevel
 import pytest
 
 from kvass.common import errors, wire
+from kvass.common.rpc import server
 from kvass.common.rpc.client import ITEMS_BUFFERED, open_client
 from kvass.common.rpc.dial import Dialer
 from kvass.common.rpc.hello import Hello
@@ -163,6 +168,37 @@ async def test_members_that_disagree_are_refused_with_the_field(theirs: Hello, n
 async def test_a_member_that_serves_any_model_is_never_refused() -> None:
     async with serving(hello("store", {})) as worker, connected(worker) as (client, _):
         assert await over(client, "quick") == wire.Done()
+
+
+@pytest.mark.parametrize("host", ["203.0.113.9", "no such host", "no..host"])
+async def test_an_address_that_is_not_here_is_invalid(host: str) -> None:
+    with pytest.raises(errors.Invalid, match=f"cannot listen on .*{host}.*setting host"):
+        await listen(host)
+
+
+async def test_a_process_without_descriptors_keeps_its_connections_and_looks_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It ended: every store node and worker could be stopped by connections that say nothing."""
+    monkeypatch.setattr(server, "ACCEPT_PAUSE_S", 0.0)
+    served: list[int] = []
+
+    class Listener:
+        async def serve(self, handler: Any, tasks: anyio.abc.TaskGroup) -> None:
+            tasks.start_soon(handler, len(served))
+            await anyio.lowlevel.checkpoint()
+            number = errno.EMFILE if len(served) < 3 else errno.EBADF
+            async with anyio.create_task_group():  # as a listener of several addresses raises
+                raise OSError(number, "out of something")
+
+    async def serve(number: int) -> None:
+        served.append(number)
+        await anyio.lowlevel.checkpoint()
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await server.accept(Listener(), cast(Any, serve))
+    assert caught.group_contains(OSError, match="out of something")
+    assert served == [0, 1, 2]
 
 
 async def test_nobody_there() -> None:

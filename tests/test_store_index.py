@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from kvass.common.errors import Invalid
 from kvass.kvstore.index import Index, Limits
 from store_model import GROUPS, PUT_S, SIZES, SLAB, key_of, new_index, order_of, store
 
@@ -91,9 +88,10 @@ def test_half_a_block_is_given_up_at_its_deadline() -> None:
     assert index.counts()["free_bytes"] == SLAB
 
 
-def test_a_size_that_can_never_fit_is_refused() -> None:
-    with pytest.raises(Invalid, match="does not fit into a slab"):
-        Index(256, Limits(epoch="e")).put_begin(order_of(2, range(1)), 0.0)
+def test_a_size_that_can_never_fit_is_full() -> None:
+    index = Index(256, Limits(epoch="e"))
+    assert index.put_begin(order_of(2, range(1)), 0.0) == ["full"]
+    assert index.counts()["free_bytes"] == 256
 
 
 def test_a_lease_of_an_earlier_start_is_not_held() -> None:

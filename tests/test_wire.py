@@ -73,6 +73,18 @@ def test_any_bytes_are_a_value_or_invalid(data: bytes) -> None:
             pass
 
 
+def generate(**sampling: object) -> dict[str, object]:
+    return {
+        "t": "generate",
+        "request_id": "r",
+        "tokens": [1],
+        "prompt_length": 1,
+        "sampling": sampling,
+        "stop": {"max_tokens": 1},
+        "deadline_s": 1.0,
+    }
+
+
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
@@ -84,6 +96,15 @@ def test_any_bytes_are_a_value_or_invalid(data: bytes) -> None:
         ({"t": "prefill_over", "request_id": 7}, "request_id"),
         ({"t": "prefill_over", "request_id": "r", "more": 1}, "more"),
         ({"t": "forget", "keys": ["text"]}, "keys"),
+        (generate(temperature=float("nan")), "temperature"),
+        (generate(top_p=-1.0), "top_p"),
+        (generate(min_p=2.0), "min_p"),
+        (generate(choice=-1), "choice"),
+        (generate(repetition_penalty=1e-40), "repetition_penalty"),
+        (generate(logit_bias={"1": 1e30}), "logit_bias"),
+        (generate() | {"public_blocks": -3}, "public_blocks"),
+        (generate() | {"salt": b"s" * 65}, "salt"),
+        (generate() | {"deadline_s": float("nan")}, "deadline_s"),
     ],
 )
 def test_what_is_no_message_is_refused_with_the_reason(value: object, reason: str) -> None:

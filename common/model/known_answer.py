@@ -9,10 +9,13 @@ a bad kernel or wrong weights are far outside the bound; rounding is far inside.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from kvass.common.block import BlockLayout
@@ -23,6 +26,8 @@ from kvass.common.model.load import load_model
 from kvass.common.model.runner import Rows, Runner
 from kvass.common.model.spec import ModelSpec
 from kvass.common.pool.memory import SlotMemory
+
+_log = logging.getLogger(__name__)
 
 TOKENS = 64
 # Largest relative L2 error of a layer's K or V. Measured for the default model: at most 0.014 with
@@ -45,11 +50,21 @@ def known_answer(model_dir: Path, spec: ModelSpec, file: Path) -> torch.Tensor:
     model = load_model(model_dir, spec, dtype=torch.float32)
     model.forward(tokens, positions, kv, None, None, positions, positions, None)
     answer = torch.stack(kv.stored)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(f".{os.getpid()}")
-    save_file({"kv": answer}, partial)
-    partial.rename(file)  # workers that start together compute the same; the last one stays
+    _keep(answer, file)
     return answer
+
+
+def _keep(answer: torch.Tensor, file: Path) -> None:
+    """Save what takes seconds to compute. A full disk costs the next start those, and no more."""
+    partial = file.with_suffix(f".{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_file({"kv": answer}, partial)
+        partial.rename(file)  # workers that start together compute the same; the last one stays
+    except (OSError, SafetensorError) as error:
+        _log.warning("the known answer is not kept in %s: %s", file, error)
+        with contextlib.suppress(OSError):
+            partial.unlink()
 
 
 def check(answer: torch.Tensor, spec: ModelSpec, runner: Runner, memory: SlotMemory) -> None:

@@ -128,7 +128,7 @@ class Client:
 
     @property
     def _who(self) -> str:
-        return f"{self.peer.role} {self.peer.member_id}"
+        return self.peer.member_id  # which says its role, as a rule
 
     def _late(self, request: Message, deadline_s: float) -> errors.DeadlineExceeded:
         what = type(request).__name__

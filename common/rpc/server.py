@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import anyio
 import anyio.abc
 
 from kvass.common import errors
+from kvass.common.addresses import address_named
 from kvass.common.rpc.frames import (
     CALL,
     CANCEL,
@@ -27,6 +29,8 @@ from kvass.common.wire import Message, Tags
 
 _log = logging.getLogger(__name__)
 
+ACCEPT_PAUSE_S = 0.5  # when descriptors have run out
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 CALLS_MAX = 1024  # per connection: a gateway's whole load on one worker, several times over
 
 
@@ -161,8 +165,36 @@ def _breaks_an_invariant(error: Exception) -> bool:
     return isinstance(error, AssertionError)
 
 
+async def accept(listener: Any, serve: Callable[[Connection], Awaitable[None]]) -> None:
+    """Serve a listener's connections, each in a task of its own, until cancelled.
+
+    A process that has no descriptor left goes on with the connections that it has, and looks again.
+    """
+    async with anyio.create_task_group() as tasks:
+        while True:
+            try:
+                await listener.serve(serve, tasks)
+            except* OSError as group:
+                if any(error.errno not in _EXHAUSTED for error in _leaves(group)):
+                    raise
+                _log.warning("no connection can be accepted: %s", next(_leaves(group)))
+            await anyio.sleep(ACCEPT_PAUSE_S)
+
+
+def _leaves(group: BaseExceptionGroup[OSError]) -> Iterator[OSError]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
+
+
 async def listen(host: str, port: int = 0) -> tuple[Any, str]:
-    """Bind a TCP listener; return it with its `host:port` (port 0 picks a free one)."""
-    listener = await anyio.create_tcp_listener(local_host=host, local_port=port)
+    """Bind a TCP listener; return it with its `host:port` (port 0 picks a free one).
+
+    Raises Invalid, with the address named, when this process cannot listen there.
+    """
+    with address_named(host, port):
+        listener = await anyio.create_tcp_listener(local_host=host, local_port=port)
     bound = listener.extra(anyio.abc.SocketAttribute.local_address)
     return listener, f"{bound[0]}:{bound[1]}"

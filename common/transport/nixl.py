@@ -3,9 +3,11 @@ production, and they do it late: NIXL takes 0.2 s to load, and the gateway never
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 
 from kvass.common.config import TransportConfig
+from kvass.common.errors import Invalid
 from kvass.common.transport.cma import CmaTransport
 from kvass.common.transport.endpoints import Endpoints
 from kvass.common.transport.identity import Identity
@@ -21,7 +23,9 @@ async def open_endpoints(
     """Start the mover thread and this process's transports over `regions` (pool or slab).
 
     No socket is opened before the first TCP transfer. `close` the result before the memory goes.
+    Raises Invalid when this host does not have the interface.
     """
+    check_interface(config.interface)
     reader = None if config.kind == "tcp" else CmaTransport(identity, regions)
     mover = Mover()
     writer = TcpTransport(mover, identity, regions, interface=config.interface)
@@ -33,3 +37,11 @@ async def open_endpoints(
         mover.close()
 
     return Endpoints(identity, config.kind, reader, writer, landing, close)
+
+
+def check_interface(interface: str) -> None:
+    """Refuse an interface that this host lacks: UCX would say so at the first transfer, to nobody
+    who waits, and every transfer would fail."""
+    names = [name for _, name in socket.if_nameindex()]
+    if interface not in names:
+        raise Invalid(f"transport.interface is {interface!r}; this host has {', '.join(names)}")

@@ -97,12 +97,11 @@ ChunkTokens = Annotated[
     ),
 ]
 SlabBytes = Annotated[
-    int | None,
+    str | None,
     typer.Option(
         "--slab-bytes",
-        min=1,
         metavar="BYTES",
-        help="Memory of each store node (default: 1 GiB).",
+        help="Memory of each store node, such as 8GiB (default: 1GiB).",
         rich_help_panel=_MEMORY,
     ),
 ]
@@ -119,6 +118,7 @@ Port = Annotated[
     int | None,
     typer.Option(
         "--port",
+        envvar="KVASS_PORT",
         min=1,
         max=65535,
         metavar="PORT",
@@ -167,7 +167,8 @@ Settings = Annotated[
     typer.Option(
         "--set",
         metavar="a.b=VALUE",
-        help="Any one setting, such as store.hold_s=30; may be repeated, and wins over the file.",
+        help="Any one setting, such as store.hold_s=30; may be repeated, and wins over the file "
+        "and the other options.",
         rich_help_panel=_OTHER,
     ),
 ]
@@ -175,11 +176,12 @@ Supervised = Annotated[bool, typer.Option("--supervised", hidden=True)]
 
 
 def _overrides(settings: list[str] | None, **options: object) -> list[str]:
-    """Return `--set` texts: those given as such, then one for each option that was given.
+    """Return `--set` texts: one for each option that was given, then those given as such.
 
-    An option's name is the setting's, with `__` for the dot.
+    An option's name is the setting's, with `__` for the dot. What is given as `--set` comes last
+    and wins: members of `kvass up` get everything so, and have KVASS_PORT in their environment too.
     """
-    texts = list(settings or ())
+    texts: list[str] = []
     for name, value in options.items():
         if value is None:
             continue
@@ -188,7 +190,7 @@ def _overrides(settings: list[str] | None, **options: object) -> list[str]:
             texts.append(f"{dotted}={str(value).lower()}")
         else:
             texts.append(setting(dotted, value) if isinstance(value, str) else f"{dotted}={value}")
-    return texts
+    return [*texts, *(settings or ())]
 
 
 def _run_member(
@@ -347,11 +349,15 @@ def store(
 @app.command()
 def status(
     url: Annotated[
-        str, typer.Option("--url", metavar="URL", help="The gateway to ask.")
-    ] = "http://127.0.0.1:8000",
+        str | None,
+        typer.Option(
+            "--url", metavar="URL", help="The gateway to ask (default: the one on this machine)."
+        ),
+    ] = None,
+    port: Port = None,
 ) -> None:
     """Show the members of a running cluster, as its gateway sees them."""
-    sys.exit(show_status(url, Console()))
+    sys.exit(show_status(url or f"127.0.0.1:{port or Config().gateway.port}", Console()))
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -22,6 +23,7 @@ from typing import Any, Protocol
 import anyio
 import anyio.abc
 
+from kvass.common.addresses import require_own
 from kvass.common.config import DEFAULT_MODEL, Config
 from kvass.common.errors import Invalid, KvassError
 from kvass.common.membership import Role
@@ -29,6 +31,7 @@ from kvass.common.membership import Role
 _log = logging.getLogger(__name__)
 
 STOP_S = 30.0  # a gateway lets answers end for 20 s; what is still here after this is killed
+DESCRIPTORS = 65_536  # of a process, where the system allows as many
 READY_MARK = "\x02ready "  # then the seconds of imports and of set-up; read by the supervisor
 
 _MODULES: dict[Role, str] = {
@@ -62,6 +65,7 @@ def with_model(config: Config, *, progress: bool) -> Config:
 def run_role(role: Role, config: Config, member_id: str, *, supervised: bool) -> int:
     """Serve a role until SIGTERM or SIGINT; return the process's exit code."""
     configure_logging()
+    _allow_descriptors()
     if supervised:
         threading.Thread(target=_end_with_supervisor, name="supervisor", daemon=True).start()
     started_s = time.monotonic()
@@ -70,6 +74,7 @@ def run_role(role: Role, config: Config, member_id: str, *, supervised: bool) ->
     # process).
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
+        require_own(config.host)  # before the seconds that a model takes
         if role != "store":
             config = with_model(config, progress=not supervised)
         serve: Serve = importlib.import_module(_MODULES[role]).serve
@@ -130,11 +135,25 @@ def _end_with_supervisor() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _allow_descriptors() -> None:
+    """Use what the system allows: a thousand peers take more than the usual soft limit of 1,024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def configure_logging() -> None:
-    """Log our own lines from INFO on, everybody else's from WARNING on, to standard error."""
-    logging.basicConfig(
-        level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s"
+    """Log our own lines from INFO on, everybody else's from WARNING on, to standard error.
+
+    A line begins with the time in UTC: `2026-11-30T09:08:07.654Z INFO kvass.common.member: …`.
+    """
+    lines = logging.StreamHandler(sys.stderr)
+    form = logging.Formatter(
+        "%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S"
     )
+    form.converter = time.gmtime  # hosts of one cluster may be in different zones
+    lines.setFormatter(form)
+    logging.basicConfig(level=logging.WARNING, handlers=[lines])
     logging.getLogger("kvass").setLevel(logging.INFO)
 
 

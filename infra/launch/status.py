@@ -36,27 +36,35 @@ STORE_COLUMNS = {
 
 def show_status(url: str, console: Console) -> int:
     """Print the members and the store's counts; return the exit code."""
+    url = root_of(url)
     try:
         with httpx.Client(trust_env=False, timeout=TIMEOUT_S) as client:
-            response = client.get(f"{url.rstrip('/')}/v1/cluster")
-            response.raise_for_status()
+            response = client.get(f"{url}/v1/cluster")
+            if response.status_code != 200:
+                raise ValueError(f"it answers {response.status_code} to GET /v1/cluster")
             cluster = response.json()
+            members = cluster["members"]
     except (httpx.ConnectError, httpx.TimeoutException):
         console.print(
             f"Nothing answers at {url}. Start a cluster with `kvass up`, or name another gateway "
-            "with --url.",
+            "with --url; or your gateway still waits for its broker: see its log.",
             style="red",
         )
         return 1
-    except (httpx.HTTPError, ValueError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
         console.print(f"{url} is not a Kvass gateway: {error}", style="red")
         return 1
-    console.print(members_table(cluster["members"]))
-    for line in doubts(cluster["members"]):
+    console.print(members_table(members))
+    for line in [*cluster.get("degraded", []), *doubts(members)]:
         console.print(line, style="yellow")
     if cluster.get("store"):
         console.print(store_table(cluster["store"]))
     return 0
+
+
+def root_of(url: str) -> str:
+    """Return a gateway's address without what people add (`/v1`) or leave out (`http://`)."""
+    return (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
 
 
 def members_table(members: list[dict[str, Any]]) -> Table:

@@ -25,9 +25,10 @@ import anyio.abc
 import httpx
 from anyio.streams.buffered import BufferedByteReceiveStream
 
+from kvass.common.addresses import require_own
 from kvass.common.bus import host_and_port
 from kvass.common.config import Config
-from kvass.common.errors import Invalid, KvassError, Unavailable
+from kvass.common.errors import KvassError, Unavailable
 from kvass.common.membership import Role
 from kvass.launch.broker import run_broker
 from kvass.launch.output import Output
@@ -80,26 +81,13 @@ class Counts:
         return [*named, ("gateway", "gateway-0")]
 
 
-def require_free_port(host: str, port: int) -> None:
-    """Raise Invalid when the gateway's address is taken."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-            probe.listen(1)
-        except OSError as error:
-            raise Invalid(
-                f"port {port} on {host} cannot be used ({error.strerror}): stop what uses it, or "
-                "choose another with --port (with make: KVASS_PORT=8001 make up)"
-            ) from None
-
-
 async def run_up(config: Config, counts: Counts, arguments: Sequence[str]) -> int:
     """Run a cluster until SIGINT or SIGTERM; return the exit code.
 
     `arguments` are passed to every member: the settings that this process was started with.
     """
-    require_free_port(config.gateway.host, config.gateway.port)
+    require_own(config.gateway.host, config.gateway.port, section="gateway.")
+    require_own(config.host)
     started_s = time.monotonic()
     with Output(sys.stdout) as output:
         config = with_model(config, progress=True)

@@ -127,10 +127,14 @@ class Cluster:
 
     def used_blocks(self, member_id: str) -> int:
         """Return how many blocks of a worker's pool are in use now, as its own metrics say."""
+        return int(self.metric(member_id, "kvass_kv_cache_used_blocks"))
+
+    def metric(self, member_id: str, sample: str) -> float:
+        """Return what a member's own metrics say; `sample` has its labels as they are printed."""
         text = self.http.get(f"http://{self.member(member_id)['metrics_address']}/metrics").text
-        found = re.search(r"^kvass_kv_cache_used_blocks (\S+)$", text, re.MULTILINE)
+        found = re.search(rf"^{re.escape(sample)} (\S+)$", text, re.MULTILINE)
         assert found is not None, text
-        return int(float(found[1]))
+        return float(found[1])
 
     def in_use(self) -> dict[str, int]:
         """Return everything that somebody holds now, in pools and in store nodes, if not zero."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -164,7 +165,10 @@ async def test_a_store_that_serves_any_model_joins_all(broker: str) -> None:
 
 
 @pytest.mark.fault(number=32)
-async def test_serving_goes_on_without_the_broker_and_all_rejoin(broker: str) -> None:
+async def test_serving_goes_on_without_the_broker_and_all_rejoin(
+    broker: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvass")
     watcher, decode = member(broker, "gateway", "g"), member(broker, "decode", "d")
     async with AsyncExitStack() as stack:
         async with run_broker(broker):
@@ -172,6 +176,8 @@ async def test_serving_goes_on_without_the_broker_and_all_rejoin(broker: str) ->
             await stack.enter_async_context(decode)
             await decode.announce("127.0.0.1:7")
             await live(watcher, "decode", [decode.hello.start_id], within_s=2)
+            await until(lambda: "decode d joined: 127.0.0.1:7" in caplog.text, within_s=2)
+        assert f"{broker}: connected" not in caplog.text, "it was never away"
         await until(lambda: not (watcher._bus.is_up or decode._bus.is_up), within_s=2)
         await anyio.sleep(1.0)  # several attempts to reconnect
         assert [each.member_id for each in watcher.live("decode")] == ["d"], "the last view"
@@ -179,6 +185,7 @@ async def test_serving_goes_on_without_the_broker_and_all_rejoin(broker: str) ->
             await watcher.command("d", "drain")
         async with run_broker(broker):
             await until(lambda: watcher._bus.is_up and decode._bus.is_up, within_s=4)
+            assert caplog.text.count(f"broker {broker}: connected") == 2
             async with member(broker, "gateway", "late") as late:  # the broker knows all again
                 await live(late, "decode", [decode.hello.start_id], within_s=2)
             await stack.aclose()

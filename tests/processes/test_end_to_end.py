@@ -113,6 +113,22 @@ def test_what_is_wrong_is_refused_with_its_name(up: Cluster, client: openai.Open
     up.until_idle()
 
 
+@pytest.mark.parametrize("member_id", ["prefill-0", "decode-0"])
+def test_a_workers_metrics_are_fed(up: Cluster, control: Control, member_id: str) -> None:
+    counters = (
+        "kvass_step_seconds_count",
+        "kvass_worker_prompt_tokens_total",
+        "kvass_worker_computed_tokens_total",
+    )
+    before = [up.metric(member_id, name) for name in counters]
+    up.ask(control.prompt(TOKENS + 5, seed=4 if member_id == "prefill-0" else 5))  # with a tail
+    assert all(up.metric(member_id, n) > was for n, was in zip(counters, before, strict=True))
+    assert up.metric(member_id, 'kvass_block_misses_total{reason="failed"}') == 0
+    assert up.metric(member_id, 'kvass_block_refusals_total{reason="failed"}') == 0
+    assert up.metric(member_id, "kvass_kv_cache_total_blocks") > 0
+    assert up.metric(member_id, "kvass_waiting") == 0
+
+
 # --- the golden rule ------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ from kvass.common.block import BlockLayout
 from kvass.common.clock import LoopClock
 from kvass.common.executor import InlineExecutor
 from kvass.common.keys import Chain, Namespace, Salt, ranges_of
+from kvass.common.metrics import BlockMetrics
 from kvass.common.rpc.hello import Hello
 from kvass.common.rpc.server import Handler, Server
 from kvass.common.transport.identity import Identity
@@ -193,6 +194,7 @@ class Cluster:
         host: str = "host-0",
         setting: Setting = "auto",
         landing_bytes: int = 1 << 20,
+        metrics: BlockMetrics | None = None,
     ) -> Worker:
         """Start a worker with `slots` slots; what it does by itself runs in `tasks`."""
         tasks = tasks or self.tasks
@@ -206,7 +208,7 @@ class Cluster:
         hello = Hello(name.partition("-")[0], name, host, identity.start_id, identity.pid, {})
         wires: list[Wire] = []
         dialer = self.dialer(hello, tasks, wires)
-        store = StoreClient(hello, tasks, dialer=dialer, transfers=transfers)
+        store = StoreClient(hello, tasks, dialer=dialer, transfers=transfers, metrics=metrics)
         worker = Worker(store, memory, hello, dialer, wires)
         self.workers.append(worker)
         self._lives.append(memory)

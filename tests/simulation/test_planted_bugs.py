@@ -4,7 +4,7 @@ which pass without them."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import anyio
 import pytest
@@ -51,11 +51,10 @@ def a_block_is_accepted_unchecked(patch: pytest.MonkeyPatch) -> None:
 
     def judge(
         batch: _Batch,
-        indices: Sequence[int],
-        found: Sequence[tuple[int, ...]],
+        found: Mapping[int, tuple[int, ...]],
         announced: Mapping[int, tuple[int, ...]],
     ) -> None:
-        batch.pulled.update(indices)
+        batch.outcome.pulled.update(found)
 
     patch.setattr(_Batch, "_judge", judge)
 

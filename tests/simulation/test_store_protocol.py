@@ -33,7 +33,7 @@ async def test_what_one_worker_pushes_another_pulls(way: Setting) -> None:
         assert await reader.store.lookup(chain, [(0, 40)], deadline_s=1) == [(0, 40)]
         assert await pull(reader, chain, range(40)) == set(range(40))
         assert (await at_rest(sim))["visible_blocks"] == 40
-        assert not reader.store.counts["pull_missing"]
+        assert not reader.store.counts.total(), reader.store.counts
 
 
 async def test_a_hole_is_only_a_hole() -> None:

@@ -4,14 +4,16 @@ cancelled or killed, each token computed where it should be, and nothing left in
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import anyio
 import pytest
+import torch
 import trio.testing
 
 from hash_model import BLOCK, reference
-from kvass.common.errors import KvassError
+from kvass.common.errors import KvassError, Unavailable
+from kvass.common.model.runner import Rows
 from store_sim import Cluster, chain_from, cluster
 from worker_sim import (
     Decoder,
@@ -169,6 +171,33 @@ async def test_decode_goes_on_when_prefill_fails_half_way() -> None:
         assert tokens == reference(prompt, 5)
         assert computed == ((8 * BLOCK, 16 * BLOCK),)
         await at_rest(sim, prefiller, decoder)
+
+
+async def test_a_row_that_goes_wrong_costs_nobody_elses_stream() -> None:
+    async with cluster() as sim:
+        sim.add_node("store-0", blocks=256)
+        decoder = add_decoder(sim)
+        prompts = [prompt_of(2 * BLOCK + 1, seed=seed) for seed in range(2)]
+        good, bad = (decoder.ticket(each, 8, name=str(each[0])) for each in prompts)
+        run = decoder.model.run
+
+        def spoil(pieces: Sequence[Rows]) -> torch.Tensor | None:
+            logits = run(pieces)
+            wanted = [piece.slots[0] for piece in pieces if piece.logits]
+            if logits is not None and len(wanted) == 2:
+                logits[wanted.index(bad.table.slots[0])] = torch.inf
+            return logits
+
+        async def fail() -> None:
+            with pytest.raises(Unavailable, match="not finite"):
+                await decoder.answer(bad)
+
+        decoder.model.run = spoil  # type: ignore[method-assign]
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fail)
+            tokens, _ = await decoder.answer(good)
+        assert tokens == reference(prompts[0], 8)
+        await at_rest(sim, decoder)
 
 
 async def test_the_next_turn_finds_what_decode_wrote() -> None:

@@ -10,13 +10,16 @@ from typing import TypeVar
 import anyio
 import anyio.abc
 import tokenizers
+from prometheus_client import CollectorRegistry
 
 from hash_model import BLOCK, VOCABULARY, HashModel
 from kvass.common.costs import Costs
+from kvass.common.metrics import BlockMetrics, WorkerMetrics
 from kvass.common.model.tokenizer import Tokenizer
 from kvass.common.pool.pool import BlockPool
 from kvass.common.pool.table import BlockTable
 from kvass.common.wire import Generate, Prefill, PrefillProgress, Sampling, Stop
+from kvass.common.worker import watch
 from kvass.decode.fetch import Fetcher
 from kvass.decode.loop import DecodeLoop, Ticket
 from kvass.decode.offer import Offerer
@@ -56,12 +59,13 @@ def tokenizer() -> Tokenizer:
 
 @dataclass
 class Prefiller:
-    """A prefill worker without its process."""
+    """A prefill worker without its process. `not_stored`: what its last job says of that."""
 
     worker: Worker
     pool: BlockPool
     model: HashModel
     loop: PrefillLoop
+    not_stored: str = ""
 
     async def prefill(self, tokens: Sequence[int], name: str, salt: bytes = b"") -> PrefillProgress:
         """Run a job to its end; cancelling ends it as a lost connection would."""
@@ -80,6 +84,7 @@ class Prefiller:
                 if ticket.failure is not None:
                     raise ticket.failure
                 await moved.wait()
+            self.not_stored = run.not_stored()
             return run.progress()
         finally:
             self.loop.leave(ticket)
@@ -146,25 +151,44 @@ class Decoder:
 
 
 def add_prefiller(
-    sim: Cluster, name: str = "prefill-0", *, slots: int = 64, step_s: float = 0.01
+    sim: Cluster,
+    name: str = "prefill-0",
+    *,
+    slots: int = 64,
+    step_s: float = 0.01,
+    registry: CollectorRegistry | None = None,
 ) -> Prefiller:
     """Start a prefill worker."""
-    worker = sim.add_worker(name, slots=slots)
+    registry = registry or CollectorRegistry()
+    worker = sim.add_worker(name, slots=slots, metrics=BlockMetrics(registry))
     pool = BlockPool(slots)
     costs = Costs(tokens_per_s=1.0)  # so slow that loading always pays
     scheduler = PrefillScheduler(chunk_tokens=4 * BLOCK, batch_requests=4)
     resolver = Resolver(worker.store, costs, LAYOUT.block_size, CLAIM_S)
     model = HashModel(worker.memory)
     loop = PrefillLoop(scheduler, model, SlowExecutor(step_s), resolver, costs)
+    watch(
+        WorkerMetrics(registry),
+        pool,
+        loop,
+        running=lambda: scheduler.running,
+        waiting=lambda: scheduler.waiting,
+    )
     sim.tasks.start_soon(loop.run)
     return Prefiller(worker, pool, model, loop)
 
 
 def add_decoder(
-    sim: Cluster, name: str = "decode-0", *, slots: int = 64, step_s: float = 0.005
+    sim: Cluster,
+    name: str = "decode-0",
+    *,
+    slots: int = 64,
+    step_s: float = 0.005,
+    registry: CollectorRegistry | None = None,
 ) -> Decoder:
     """Start a decode worker."""
-    worker = sim.add_worker(name, slots=slots)
+    registry = registry or CollectorRegistry()
+    worker = sim.add_worker(name, slots=slots, metrics=BlockMetrics(registry))
     pool = BlockPool(slots)
     costs = Costs(tokens_per_s=1.0)
     scheduler = Scheduler(pool, chunk_tokens=4 * BLOCK, batch_requests=4)
@@ -172,6 +196,13 @@ def add_decoder(
     offerer = Offerer(worker.store, pool)
     fetcher = Fetcher(worker.store, costs, LAYOUT.block_size)
     loop = DecodeLoop(scheduler, model, SlowExecutor(step_s), fetcher, offerer, costs)
+    watch(
+        WorkerMetrics(registry),
+        pool,
+        loop,
+        running=lambda: scheduler.admitted,
+        waiting=lambda: scheduler.waiting,
+    )
     sim.tasks.start_soon(offerer.run)
     sim.tasks.start_soon(loop.run)
     return Decoder(worker, pool, model, loop, sim.tasks)
