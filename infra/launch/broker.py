@@ -7,8 +7,9 @@ on several hosts runs a broker of its own (`--broker host:port`) with access rul
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio
 from amqtt.broker import Broker
@@ -18,6 +19,20 @@ from kvass.common.errors import Unavailable
 
 # amqtt tells every packet at INFO and every lost connection at WARNING; a member says both better.
 _LOGGERS = ("amqtt", "amqtt.broker", "transitions", "asyncio.amqtt")
+
+
+class _Subscriptions(dict[str, Any]):
+    """Is walked as it was when the walk began.
+
+    amqtt awaits while it walks its subscriptions: a member that subscribes just then would end the
+    connection of the one that is being greeted, which would come again only after a time-out.
+    """
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self.keys()))
+
+    def items(self) -> Any:
+        return list(super().items())
 
 
 @asynccontextmanager
@@ -33,6 +48,7 @@ async def run_broker(address: str) -> AsyncIterator[None]:
             },
         }
     )
+    broker._subscriptions = _Subscriptions()
     try:
         await broker.start()
     except BrokerError as error:

@@ -16,6 +16,7 @@ import anyio
 import anyio.abc
 import httpx
 import pytest
+from amqtt.broker import Broker
 from anyio.streams.text import TextReceiveStream
 
 from kvass.common import bus, config
@@ -177,7 +178,7 @@ async def test_serving_goes_on_without_the_broker_and_all_rejoin(
             await decode.announce("127.0.0.1:7")
             await live(watcher, "decode", [decode.hello.start_id], within_s=2)
             await until(lambda: "decode d joined: 127.0.0.1:7" in caplog.text, within_s=2)
-        assert f"{broker}: connected" not in caplog.text, "it was never away"
+            assert f"{broker}: connected" not in caplog.text, "it was never away"
         await until(lambda: not (watcher._bus.is_up or decode._bus.is_up), within_s=2)
         await anyio.sleep(1.0)  # several attempts to reconnect
         assert [each.member_id for each in watcher.live("decode")] == ["d"], "the last view"
@@ -185,7 +186,8 @@ async def test_serving_goes_on_without_the_broker_and_all_rejoin(
             await watcher.command("d", "drain")
         async with run_broker(broker):
             await until(lambda: watcher._bus.is_up and decode._bus.is_up, within_s=4)
-            assert caplog.text.count(f"broker {broker}: connected") == 2
+            # More often, if one found the first broker again while that was closing.
+            assert caplog.text.count(f"broker {broker}: connected") >= 2
             async with member(broker, "gateway", "late") as late:  # the broker knows all again
                 await live(late, "decode", [decode.hello.start_id], within_s=2)
             await stack.aclose()
@@ -206,6 +208,26 @@ async def test_a_member_that_is_taken_for_dead_says_that_it_is_not(broker: str) 
         with anyio.fail_after(2):
             await gone()
         await live(watcher, "decode", [start_id], within_s=2)
+
+
+async def test_a_member_may_subscribe_while_the_broker_greets_another(
+    broker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """amqtt awaits while it walks its subscriptions; the greeted one's connection was lost."""
+    brokers: list[Broker] = []
+    start = Broker.start
+
+    async def noted_start(self: Broker) -> None:
+        brokers.append(self)
+        await start(self)
+
+    monkeypatch.setattr(Broker, "start", noted_start)
+    async with run_broker(broker), member(broker, "gateway", "g"):
+        subscriptions = brokers[0]._subscriptions
+        assert subscriptions
+        for walk in (subscriptions, subscriptions.items()):
+            for number, _ in enumerate(walk):
+                subscriptions[f"came/{len(subscriptions)}/{number}"] = []
 
 
 @pytest.mark.process
