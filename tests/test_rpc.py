@@ -184,16 +184,18 @@ async def test_a_process_without_descriptors_keeps_its_connections_and_looks_aga
     served: list[int] = []
 
     class Listener:
+        taken = 0
+
         async def serve(self, handler: Any, tasks: anyio.abc.TaskGroup) -> None:
-            tasks.start_soon(handler, len(served))
-            await anyio.lowlevel.checkpoint()
-            number = errno.EMFILE if len(served) < 3 else errno.EBADF
+            tasks.start_soon(handler, self.taken)
+            self.taken += 1
+            await until(lambda: len(served) == self.taken)
+            number = errno.EMFILE if self.taken < 3 else errno.EBADF
             async with anyio.create_task_group():  # as a listener of several addresses raises
                 raise OSError(number, "out of something")
 
     async def serve(number: int) -> None:
         served.append(number)
-        await anyio.lowlevel.checkpoint()
 
     with pytest.raises(BaseExceptionGroup) as caught:
         await server.accept(Listener(), cast(Any, serve))
