@@ -29,6 +29,7 @@ from unittest import mock
 import numpy as np
 
 import rig
+from kvass.common import event_loop
 from kvass.common.block import BlockLayout
 from kvass.common.config import Config, StoreConfig, TransportConfig
 from kvass.common.keys import Chain, Namespace
@@ -86,7 +87,7 @@ def run_node(pipe: Connection, config: Config) -> None:
             pipe.send(address)
             await asyncio.sleep(1e6)
 
-    asyncio.run(main())
+    event_loop.run(main)
 
 
 def run_holder(pipe: Connection, rows: int) -> None:
@@ -281,7 +282,7 @@ def figures(rows: int, rounds: int) -> list[Figure]:
     def rate(times_s: list[float]) -> float:
         return size / statistics.median(times_s) / 1e9
 
-    gets, copies, parts = asyncio.run(measure("cma", rows, rounds, Memcpy(rows).copy_s))
+    gets, copies, parts = event_loop.run(measure, "cma", rows, rounds, Memcpy(rows).copy_s)
     made = [
         Figure(
             "get over cross-memory attach", rate(gets), "GB/s", "memcpy by one core",
@@ -294,8 +295,8 @@ def figures(rows: int, rounds: int) -> list[Figure]:
         *part_figures(gets, parts, "GetBegin", "lease", "read and check"),
     ]  # fmt: skip
     with process(run_sender, rows) as port, socket.create_connection(("127.0.0.1", port)) as plain:
-        gets, copies, parts = asyncio.run(
-            measure("tcp", rows, rounds, lambda memory, row: receive_s(plain, memory, row))
+        gets, copies, parts = event_loop.run(
+            measure, "tcp", rows, rounds, lambda memory, row: receive_s(plain, memory, row)
         )
     made.append(
         Figure(

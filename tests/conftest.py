@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 
+from kvass.common.event_loop import BACKEND, BACKEND_OPTIONS
 from parts import spent
 
 # A shared machine is slow at times; how long an example takes is no property of ours.
@@ -14,8 +15,8 @@ settings.load_profile("kvass")
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+def anyio_backend() -> tuple[str, dict[str, object]]:
+    return BACKEND, dict(BACKEND_OPTIONS)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from gateway_stage import ANSWER, MODEL, WINDOW, Stage, a_gateway, answer_of
 from kvass.common import errors
+from kvass.common.event_loop import BACKEND, BACKEND_OPTIONS
 
 pytestmark = pytest.mark.anyio
 TOKENS = len(ANSWER.encode())
@@ -22,8 +23,8 @@ CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+def anyio_backend() -> tuple[str, dict[str, object]]:
+    return BACKEND, dict(BACKEND_OPTIONS)
 
 
 @pytest.fixture

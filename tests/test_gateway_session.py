@@ -10,6 +10,7 @@ import pytest
 from gateway_stage import ANSWER, BLOCK_TOKENS, ScriptedWorker, Stage, a_stage, answer_of, until
 from kvass.common import errors, wire
 from kvass.common.config import GatewayConfig
+from kvass.common.event_loop import BACKEND, BACKEND_OPTIONS
 from kvass.common.wire import Delta
 from kvass.gateway.ask import Ask
 from kvass.gateway.replies import Usage
@@ -20,9 +21,10 @@ TOKENS = len(ANSWER.encode())
 PROMPT = tuple(range(30))  # seven blocks and a tail of two
 
 
-@pytest.fixture(params=["asyncio", "trio"])
-def anyio_backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture(params=[(BACKEND, dict(BACKEND_OPTIONS)), ("trio", {})], ids=["uvloop", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, object]]:
+    backend: tuple[str, dict[str, object]] = request.param
+    return backend
 
 
 class Reader:

@@ -14,6 +14,7 @@ import anyio.lowlevel
 import pytest
 
 from kvass.common import errors, wire
+from kvass.common.event_loop import BACKEND, BACKEND_OPTIONS
 from kvass.common.rpc import server
 from kvass.common.rpc.client import ITEMS_BUFFERED, open_client
 from kvass.common.rpc.dial import Dialer
@@ -24,10 +25,10 @@ from rpc_stage import CLUSTER, REPLIES, connected, dialled, generate, hello, ove
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture(params=["asyncio", "trio"])
-def anyio_backend(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
+@pytest.fixture(params=[(BACKEND, dict(BACKEND_OPTIONS)), ("trio", {})], ids=["uvloop", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, object]]:
+    backend: tuple[str, dict[str, object]] = request.param
+    return backend
 
 
 async def test_calls_and_streams_share_a_connection() -> None:

@@ -10,6 +10,7 @@ import msgpack
 import pytest
 
 from kvass.common import errors, wire
+from kvass.common.event_loop import BACKEND, BACKEND_OPTIONS
 from kvass.common.rpc import frames
 from kvass.common.rpc import hello as rpc_hello
 from kvass.common.rpc import server as rpc_server
@@ -20,10 +21,10 @@ from rpc_stage import REPLIES, Worker, connected, dialled, generate, hello, over
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture(params=["asyncio", "trio"])
-def anyio_backend(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
+@pytest.fixture(params=[(BACKEND, dict(BACKEND_OPTIONS)), ("trio", {})], ids=["uvloop", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, object]]:
+    backend: tuple[str, dict[str, object]] = request.param
+    return backend
 
 
 def framed(value: object) -> bytes:

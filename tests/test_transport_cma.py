@@ -9,9 +9,11 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 import pytest
 
@@ -49,6 +51,11 @@ def transport(source: Bytes, target: Bytes) -> Iterator[CmaTransport]:
     opened.close()
 
 
+@pytest.fixture
+def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cma, "LOOP_BYTES", 0)
+
+
 def copies_of(source: Bytes, target: Bytes) -> Copies:
     """Pieces in reverse order."""
     offsets = np.arange(COUNT, dtype=np.uint64) * np.uint64(PIECE)
@@ -70,9 +77,18 @@ def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+@pytest.mark.parametrize(("loop_bytes", "reader"), [(SIZE - 1, "kvass-read_0"), (SIZE, "loop")])
 async def test_each_range_is_reported_once_when_it_is_there(
-    transport: CmaTransport, source: Bytes, target: Bytes
+    transport: CmaTransport,
+    source: Bytes,
+    target: Bytes,
+    loop_bytes: int,
+    reader: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A small read is the event loop's own; a larger one is a thread's."""
+    monkeypatch.setattr(cma, "LOOP_BYTES", loop_bytes)
+    monkeypatch.setattr(threading.current_thread(), "name", "loop")
     seen: list[tuple[int, str]] = []
 
     def in_place(first: int, stop: int) -> None:
@@ -85,7 +101,55 @@ async def test_each_range_is_reported_once_when_it_is_there(
         await attached(transport), copies_of(source, target), deadline_s=5, in_place=in_place
     )
     assert sorted(number for number, _ in seen) == list(range(COUNT))
-    assert {name.rpartition("_")[0] for _, name in seen} == {"kvass-read"}
+    assert {name for _, name in seen} == {reader}
+
+
+async def test_a_read_in_the_loop_leaves_others_their_turns_and_is_the_only_one(
+    transport: CmaTransport, source: Bytes, target: Bytes
+) -> None:
+    start_id = await attached(transport)
+    seen: list[str] = []
+
+    async def read(name: str) -> None:
+        def in_place(first: int, stop: int) -> None:
+            seen.append(f"{name} in {threading.current_thread().name}")
+
+        copies = copies_of(source, target)
+        await transport.read(start_id, copies, deadline_s=5, in_place=in_place)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(read, "first")
+        await anyio.lowlevel.checkpoint()
+        assert seen, "a small read waits for nobody"
+        begun = len(seen)
+        tasks.start_soon(read, "second")
+    firsts = [name for name in seen if name.startswith("first")]
+    assert 1 <= begun < len(firsts), "the loop had no turn before the read was over"
+    assert "kvass-read" not in "".join(firsts)
+    assert all("kvass-read" in name for name in seen if name.startswith("second"))
+
+
+async def test_a_read_in_the_loop_ends_between_two_slices(
+    transport: CmaTransport, source: Bytes, target: Bytes
+) -> None:
+    """When it is cancelled, when its time is over and when the transport is closed."""
+    start_id, reports = await attached(transport), []
+
+    async def read(then: Callable[[], None], deadline_s: float = 5.0) -> None:
+        def in_place(first: int, stop: int) -> None:
+            reports.append(first)
+            then()
+
+        copies = copies_of(source, target)
+        await transport.read(start_id, copies, deadline_s=deadline_s, in_place=in_place)
+
+    with anyio.CancelScope() as scope:
+        await read(scope.cancel)
+    with pytest.raises(DeadlineExceeded):
+        await read(lambda: time.sleep(0.02), deadline_s=0.01)
+    with pytest.raises(Unavailable, match="was closed"):
+        await read(transport.close)
+    assert reports == [0, 0, 0]
 
 
 async def test_nothing_to_read_and_one_range_longer_than_a_slice(
@@ -147,6 +211,7 @@ class Gate:
                 await anyio.sleep(0.001)
 
 
+@pytest.mark.usefixtures("in_threads")
 async def test_a_peer_that_is_forgotten_in_mid_read_is_held_until_its_end(
     transport: CmaTransport, source: Bytes, target: Bytes
 ) -> None:
@@ -168,6 +233,7 @@ async def test_a_peer_that_is_forgotten_in_mid_read_is_held_until_its_end(
     assert (target[:PIECE] == COUNT - 1).all() and (target[-PIECE:] == 0).all()
 
 
+@pytest.mark.usefixtures("in_threads")
 async def test_a_cancelled_read_returns_when_no_thread_reads(
     transport: CmaTransport, source: Bytes, target: Bytes
 ) -> None:
@@ -194,6 +260,7 @@ async def test_a_cancelled_read_returns_when_no_thread_reads(
     assert gate.reports == 1 and (target == 99).all()
 
 
+@pytest.mark.usefixtures("in_threads")
 async def test_a_read_ends_at_its_deadline(
     transport: CmaTransport, source: Bytes, target: Bytes
 ) -> None:
@@ -208,6 +275,7 @@ async def test_a_read_ends_at_its_deadline(
         )
 
 
+@pytest.mark.usefixtures("in_threads")
 async def test_closing_fails_what_is_under_way(
     transport: CmaTransport, source: Bytes, target: Bytes
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from kvass.common.config import TransportConfig
 from kvass.common.errors import Invalid
+from kvass.common.event_loop import BACKEND, BACKEND_OPTIONS
 from kvass.common.transport.identity import own_identity
 from kvass.common.transport.nixl import open_endpoints
 
@@ -16,8 +17,8 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+def anyio_backend() -> tuple[str, dict[str, object]]:
+    return BACKEND, dict(BACKEND_OPTIONS)
 
 
 async def test_an_interface_that_is_not_there_is_refused_with_those_that_are(

@@ -130,10 +130,12 @@ class Server:
         body: object,
         scopes: dict[int, anyio.CancelScope],
     ) -> None:
+        what = "a call"
         try:
             with scopes[call_id]:
                 try:
-                    request = self._tags.decode(body)  # raises Invalid only
+                    request = self._tags.decode(body)
+                    what = type(request).__name__
                     call = Call(request, peer, frames, call_id)
                     reply = await self._handlers[type(request)](call)
                     if reply is None:
@@ -147,7 +149,6 @@ class Server:
                 except Exception as error:
                     if _breaks_an_invariant(error):
                         raise
-                    what = type(request).__name__
                     _log.exception("%s of %s %s met a bug", what, peer.role, peer.member_id)
                     failure = errors.Unavailable(f"{what} met a bug, see the log here: {error!r}")
                     await frames.send(ERROR, call_id, pack_error(failure))

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import anyio
 import anyio.abc
 
+from kvass.common import event_loop
 from kvass.common.addresses import require_own
 from kvass.common.config import DEFAULT_MODEL, Config
 from kvass.common.errors import Invalid, KvassError
@@ -79,7 +80,9 @@ def run_role(role: Role, config: Config, member_id: str, *, supervised: bool) ->
             config = with_model(config, progress=not supervised)
         serve: Serve = importlib.import_module(_MODULES[role]).serve
         imported_s = time.monotonic()
-        anyio.run(_serve_until_told, serve, config, member_id, started_s, imported_s, supervised)
+        event_loop.run(
+            _serve_until_told, serve, config, member_id, started_s, imported_s, supervised
+        )
     except KvassError as error:
         return _complain([error])
     except BaseExceptionGroup as group:
@@ -137,9 +140,10 @@ def _end_with_supervisor() -> None:
 
 def _allow_descriptors() -> None:
     """Use what the system allows: a thousand peers take more than the usual soft limit of 1,024."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def configure_logging() -> None:

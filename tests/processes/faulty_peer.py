@@ -22,6 +22,7 @@ from unittest import mock
 import anyio
 import numpy as np
 
+from kvass.common import event_loop
 from kvass.common.config import Config, TransportConfig
 from kvass.common.executor import ThreadExecutor
 from kvass.common.rpc.server import listen
@@ -139,7 +140,7 @@ def run_lying_node(pipe: Connection, config: Config) -> None:
                         each.lie, each.told = lie, 0
                     pipe.send(told)
 
-    asyncio.run(main())
+    event_loop.run(main)
 
 
 @contextmanager
@@ -185,7 +186,7 @@ def run_late_node(pipe: Connection, config: Config) -> None:
                 pauses.put(await asyncio.to_thread(pipe.recv))
 
     with late_threads(pause):
-        asyncio.run(main())
+        event_loop.run(main)
 
 
 def run_node_at(pipe: Connection, config: Config, port: int) -> None:
@@ -200,7 +201,7 @@ def run_node_at(pipe: Connection, config: Config, port: int) -> None:
                 pipe.send(address)
                 await anyio.sleep_forever()
 
-    asyncio.run(main())
+    event_loop.run(main)
 
 
 @dataclass
@@ -239,4 +240,4 @@ def run_stopping_reader(
                 pipe.send((sorted(await pull(store, memory, seed, blocks)), dict(store.counts)))
                 await asyncio.to_thread(pipe.recv)
 
-    asyncio.run(main())
+    event_loop.run(main)

@@ -3,7 +3,6 @@ told."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import multiprocessing
 import os
@@ -15,6 +14,7 @@ from typing import Any
 
 import anyio
 
+from kvass.common import event_loop
 from kvass.common.block import BlockLayout
 from kvass.common.config import Config, StoreConfig, TransportConfig
 from kvass.common.rpc.hello import Hello
@@ -81,7 +81,7 @@ def run_node(pipe: Connection, config: Config) -> None:
             pipe.send(address)
             await anyio.sleep_forever()
 
-    asyncio.run(main())
+    event_loop.run(main)
 
 
 def run_worker(pipe: Connection, setting: Setting, address: str, blocks: int) -> None:
@@ -108,7 +108,7 @@ def run_worker(pipe: Connection, setting: Setting, address: str, blocks: int) ->
                         )
                         await store.drop(keys=chain_of(blocks, seed=seed, layout=LAYOUT).keys)
 
-    asyncio.run(main())
+    event_loop.run(main)
 
 
 @asynccontextmanager

@@ -21,6 +21,7 @@ from anyio.streams.text import TextReceiveStream
 
 from kvass.common import bus, config
 from kvass.common.errors import Incompatible, Invalid, Unavailable
+from kvass.common.event_loop import BACKEND, BACKEND_OPTIONS
 from kvass.common.member import Member
 from kvass.common.membership import Peer, Role
 from kvass.launch.broker import run_broker
@@ -31,8 +32,8 @@ FIELDS: dict[str, str | int] = {"kv_dtype": "fp8", "block_tokens": 16}
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+def anyio_backend() -> tuple[str, dict[str, object]]:
+    return BACKEND, dict(BACKEND_OPTIONS)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
+from kvass.common import event_loop
 from kvass.common.config import TransportConfig
 from kvass.common.errors import KvassError
 from kvass.common.transport.endpoints import Endpoints
@@ -180,7 +181,7 @@ class _Served:
 
 
 def _main(pipe: Connection, size: int, fill: int, config: TransportConfig) -> None:
-    asyncio.run(_serve(pipe, size, fill, config))
+    event_loop.run(_serve, pipe, size, fill, config)
 
 
 async def _serve(pipe: Connection, size: int, fill: int, config: TransportConfig) -> None:
