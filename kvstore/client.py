@@ -7,9 +7,9 @@
         put = await store.push(chain, indices, slots, hold_owner=None, tenant="", deadline_s=5.0)
 
 Every fault (a node down, a lease over, a checksum wrong) is a miss, counted, and never raised. A
-segment's blocks are at its home node, or at the next one in rendezvous order: that one is asked
-before anything is called a miss. Without `memory` it only controls: neither torch nor NIXL is
-loaded.
+segment's blocks are at its home nodes, or at the next one in rendezvous order: that one is asked
+before anything is called a miss, and a home that had them not is told to take a copy. Without
+`memory` it only controls: neither torch nor NIXL is loaded. For arrays of one's own: `tensors.py`.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from dataclasses import dataclass
 import anyio
 import anyio.abc
 
-from kvass.common.block import BlockLayout
 from kvass.common.clock import Clock, LoopClock
 from kvass.common.config import TransportConfig
 from kvass.common.errors import Invalid, KvassError
 from kvass.common.executor import ThreadExecutor
 from kvass.common.keys import Chain, Namespace, ranges_of
 from kvass.common.metrics import BlockMetrics
+from kvass.common.rpc.credentials import Credentials
 from kvass.common.rpc.dial import Dialer
 from kvass.common.rpc.hello import Hello
 from kvass.common.transport.identity import Identity
 from kvass.common.transport.seam import Region
 from kvass.common.wire import Range, Tags
-from kvass.kvstore import links
+from kvass.kvstore import erase, links
 from kvass.kvstore import messages as m
 from kvass.kvstore.links import NodeLink
 from kvass.kvstore.observe import show_counts
@@ -42,7 +42,7 @@ from kvass.kvstore.placement import StoreNode
 from kvass.kvstore.pulls import pull
 from kvass.kvstore.pushes import PutTerms, push
 from kvass.kvstore.router import Router
-from kvass.kvstore.transfers import BlockMemory, Transfers
+from kvass.kvstore.transfers import BlockMemory, BlockShape, Transfers
 
 COPY_THREADS = 2  # one part is hashed while the next one is copied out of its landing buffer
 WAIT_SLICE_S = 2.0  # how long one node is asked to wait before it must show that it lives
@@ -85,6 +85,7 @@ class StoreClient:
         self,
         hello: Hello,
         tasks: anyio.abc.TaskGroup,
+        credentials: Credentials | None = None,
         *,
         dialer: links.Dialer | None = None,
         transfers: Transfers | None = None,
@@ -99,8 +100,15 @@ class StoreClient:
         if metrics is not None:
             show_counts(metrics, self.counts)
         endpoints = None if transfers is None else transfers.endpoints
-        dialer = dialer or Dialer(tasks, hello, Tags(m.STORE_REPLIES))
+        if dialer is None:
+            assert credentials is not None, "nodes listen to nobody who proves nothing"
+            dialer = Dialer(tasks, hello, Tags(m.STORE_REPLIES), credentials)
         self._router = Router(tasks, dialer, endpoints, self.counts, self._now_s)
+
+    @property
+    def router(self) -> Router:
+        """How calls reach the nodes: for what `erase.py` asks of them."""
+        return self._router
 
     def set_nodes(self, nodes: Sequence[StoreNode]) -> None:
         """Use these nodes from now on; what is in flight to others goes on."""
@@ -116,6 +124,7 @@ class StoreClient:
         async def ask(link: NodeLink, indices: list[int], left_s: float) -> set[int]:
             spans = tuple(m.spans_of(chain, ranges_of(indices)))
             reply = await link.call(m.Lookup(spans=spans), deadline_s=left_s)
+            self._router.note_hot(reply.hot)
             return _flat(reply.visible)
 
         found = await self._router.everywhere(chain, _flat(ranges), ask, deadline_s)
@@ -136,7 +145,7 @@ class StoreClient:
                     results.append(await self._wait_at_home(chain, indices, until, ends_s))
                     tasks.cancel_scope.cancel()
 
-                plan = self._router.plan(chain, wanted, set())
+                plan = self._router.plan(chain, wanted, set(), writing=True)
                 homeless = wanted.difference(*plan.values())
                 for indices in [*plan.values(), sorted(homeless)]:
                     if indices:
@@ -149,7 +158,7 @@ class StoreClient:
         """Wait at the blocks' node, or at the next one when it stops answering."""
         spans = tuple(m.spans_of(chain, ranges_of(indices)))
         while True:
-            link = self._router.home(chain.segment_key(indices[0]), set())
+            link = self._router.first(chain.segment_key(indices[0]), set(), writing=True)
             if link is None and until == "settled":  # nobody can say that they are being computed
                 return WaitResult([], ranges_of(indices))
             if link is None:
@@ -179,12 +188,12 @@ class StoreClient:
         async def ask(link: NodeLink, indices: list[int], left_s: float) -> set[int]:
             spans = tuple(m.spans_of(chain, ranges_of(indices)))
             reply = await link.call(m.Claim(owner=owner, spans=spans), deadline_s=left_s)
-            granted.update(_flat(reply.granted))
-            visible.update(_flat(reply.visible))
-            taken.update(_flat(reply.taken))
-            return set(indices)
+            answers = [_flat(found) for found in (reply.granted, reply.visible, reply.taken)]
+            for found, said in zip((granted, visible, taken), answers, strict=True):
+                found.update(said)
+            return set().union(*answers)  # a node that takes nothing new says nothing of the rest
 
-        await self._router.everywhere(chain, _flat(ranges), ask, deadline_s)
+        await self._router.everywhere(chain, _flat(ranges), ask, deadline_s, writing=True)
         return ClaimResult(*(ranges_of(sorted(s)) for s in (granted, visible, taken)))
 
     async def release_claims(self, owner: str) -> None:
@@ -205,6 +214,8 @@ class StoreClient:
         place = dict(zip(indices, slots, strict=True))
         assert len(place) == len(slots), "a chain index comes twice"
         missed: dict[int, str] = {}
+        lacking: dict[int, NodeLink] = {}  # the first node that was asked, and had it not
+        fills: dict[tuple[NodeLink, NodeLink], list[int]] = {}
         begun_s = self._now_s()
 
         async def ask(link: NodeLink, part: list[int], left_s: float) -> set[int]:
@@ -213,9 +224,19 @@ class StoreClient:
             outcome = await pull(transfers, link, chain, wanted, ends_s=ends_s)
             for index, why in outcome.missed.items():
                 missed.setdefault(index, why)  # the next node seldom has it: the first one says why
-            return outcome.pulled
+                if why == "gone":
+                    lacking.setdefault(index, link)
+            for index in outcome.pulled:
+                if index in lacking:
+                    fills.setdefault((lacking[index], link), []).append(index)
+            return set(outcome.pulled)
 
         pulled = await self._router.everywhere(chain, set(place), ask, deadline_s)
+        for (link, source), indices_there in fills.items():
+            if not link.node.draining:
+                spans = tuple(m.spans_of(chain, ranges_of(sorted(indices_there))))
+                request = m.Fill(source=source.node.member_id, spans=spans)
+                self._router.tell_later(link, request)
         for index in place.keys() - pulled:
             self.counts[f"missed_{missed.get(index, 'unavailable')}"] += 1
         self._measure("pull", len(pulled) * transfers.share, self._now_s() - begun_s)
@@ -256,7 +277,7 @@ class StoreClient:
             # A node that is full or busy has answered: the next one is no better place.
             return done | {index for index, reason in why.items() if reason in ("full", "busy")}
 
-        await self._router.everywhere(chain, set(place), ask, deadline_s)
+        await self._router.everywhere(chain, set(place), ask, deadline_s, writing=True)
         refused = {index: why for index, why in refused.items() if index not in stored}
         self._measure("push", moved * transfers.share, self._now_s() - begun_s)
         for why in refused.values():
@@ -319,10 +340,7 @@ class StoreClient:
         """
         named = None if keys is None else tuple(keys)
         request = m.Drop(namespace=namespace, tenant=tenant, writer=writer, keys=named)
-        replies, failures = await self._router.ask_all(request, deadline_s)
-        if failures:
-            raise next(iter(failures.values()))
-        return sum(reply.blocks for reply in replies.values())
+        return await erase.drop(self._router, request, deadline_s)
 
     async def stats(self, *, deadline_s: float = 1.0) -> list[dict[str, str | int]]:
         """Return the counts of each node that answers, with its `id`, in order of id."""
@@ -342,9 +360,10 @@ def _flat(ranges: Iterable[Range]) -> set[int]:
 async def open_client(
     config: TransportConfig,
     hello: Hello,
+    credentials: Credentials,
     *,
     memory: BlockMemory | None = None,
-    layout: BlockLayout | None = None,
+    layout: BlockShape | None = None,
     groups: range | None = None,
     metrics: BlockMetrics | None = None,
 ) -> AsyncIterator[StoreClient]:
@@ -352,7 +371,7 @@ async def open_client(
 
     `memory` is registered with them and must outlive the client. `groups`: the head groups that
     this process moves, all by default. Without `memory` the client only controls, and
-    `StoreClient(hello, tasks)` does as well.
+    `StoreClient(hello, tasks, credentials)` does as well.
     """
     failure: Exception | None = None
     async with AsyncExitStack() as stack, anyio.create_task_group() as tasks:
@@ -371,7 +390,7 @@ async def open_client(
             groups = range(layout.head_groups) if groups is None else groups
             transfers = Transfers(memory, layout, groups, endpoints, executor, tasks)
         try:
-            yield StoreClient(hello, tasks, transfers=transfers, metrics=metrics)
+            yield StoreClient(hello, tasks, credentials, transfers=transfers, metrics=metrics)
         except Exception as error:  # what the caller raised stays itself, in no group
             failure = error
         finally:

@@ -6,14 +6,24 @@
 An extent is a contiguous range cut into slots of one size, taken on demand from the free ranges;
 one whose slots are all free goes back, joined with its neighbours. So a slab that serves one model
 wastes nothing, and the space of a size that is no longer used serves the next. Where no hole fits a
-whole extent, a smaller one is cut, down to one slot. It refuses to know what the slots hold.
+whole extent, a smaller one is cut, down to one slot.
+
+Blocks go in any order, so extents of one size may come to be half empty, and holes small. When
+nothing fits any more and the free bytes would do, `make_room` moves blocks, if their owner lets it:
+
+    half empty   | a . b . | . . c . |  ─>  | a c b . | hole ....... |
+    small holes  | hole | a b c d | hole |  ─>  | a b c d | hole ....... |
+
+So what is free and cannot be had is less than an extent for each size, beside what may not be moved
+now. It refuses to know what the slots hold.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from kvass.common.block import SLOT_ALIGN
 from kvass.common.errors import Invalid
@@ -22,12 +32,14 @@ from kvass.common.errors import Invalid
 # small part of the slab; cutting one costs little.
 EXTENT_SLOTS = 16
 EXTENT_SHARE = 16
+# Holes that are looked at for joining into one, from each on: more are too many bytes to move.
+JOINED_MAX = 64
 
 
 @dataclass(slots=True, eq=False)
 class Extent:
-    """A contiguous range cut into equal slots. Mutable field: `free` (offsets of its free
-    slots)."""
+    """A contiguous range cut into equal slots. Mutable fields: `offset`, and `free` (offsets of its
+    free slots)."""
 
     offset: int
     slot_size: int
@@ -38,6 +50,11 @@ class Extent:
     def size(self) -> int:
         return self.slot_size * self.slots
 
+    def taken(self) -> list[int]:
+        """Return the offsets of the slots that are in use, ascending."""
+        every = range(self.offset, self.offset + self.size, self.slot_size)
+        return sorted(set(every).difference(self.free))
+
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Slot:
@@ -46,6 +63,10 @@ class Slot:
     offset: int
     size: int
     extent: Extent
+
+
+Movable = Callable[[int], bool]  # whether the block in the slot at this offset may be moved now
+Relocate = Callable[[int, Slot], None]  # moves the block in the slot at this offset to another
 
 
 class Extents:
@@ -121,6 +142,96 @@ class Extents:
             offset, before = self._holes.pop(at)
             size += before
         self._holes.insert(at, (offset, size))
+
+    # --- moving blocks ---
+
+    def make_room(self, size: int, movable: Movable, relocate: Relocate) -> bool:
+        """Move blocks so that a slot of `size` bytes can be taken; returns whether one can be."""
+        size = slot_size(size)
+        if size > self.free_bytes:
+            return False
+        while not self._has_hole(size):
+            sparse = self._sparse(movable)
+            if sparse is None:
+                return self._join_holes(size, movable, relocate)
+            self._empty(sparse, relocate)
+        return True
+
+    def _has_hole(self, size: int) -> bool:
+        return any(room >= size for _, room in self._holes)
+
+    def _sparse(self, movable: Movable) -> Extent | None:
+        """Return the extent with the fewest bytes in use, of those whose blocks fit into others of
+        their size."""
+        best: tuple[int, Extent] | None = None
+        for size, extents in self._open.items():
+            free = sum(len(extent.free) for extent in extents)
+            for extent in extents:
+                taken = extent.slots - len(extent.free)
+                fits = taken <= free - len(extent.free)
+                if fits and (best is None or taken * size < best[0]):
+                    if all(movable(offset) for offset in extent.taken()):
+                        best = taken * size, extent
+        return None if best is None else best[1]
+
+    def _empty(self, extent: Extent, relocate: Relocate) -> None:
+        size = extent.slot_size
+        del self._open[size][extent]  # it comes back as the last one: slots are taken from others
+        for offset in extent.taken():
+            target = self.take(size)
+            assert target is not None and target.extent is not extent
+            relocate(offset, target)
+            self.give(Slot(offset, size, extent))
+
+    def _join_holes(self, size: int, movable: Movable, relocate: Relocate) -> bool:
+        """Slide the extents between some holes together, those with the fewest bytes."""
+        if sum(room for _, room in self._holes) < size:
+            return False
+        ordered = sorted(self._extents, key=lambda extent: extent.offset)
+        starts = [extent.offset for extent in ordered]
+        between = [
+            ordered[bisect_left(starts, sum(low)) : bisect_left(starts, high[0])]
+            for low, high in pairwise(self._holes)
+        ]
+        fixed = [
+            not all(movable(offset) for extent in extents for offset in extent.taken())
+            for extents in between
+        ]
+        runs = (self._run(first, size, between, fixed) for first in range(len(self._holes)))
+        found = min((run for run in runs if run is not None), default=None)
+        if found is None:
+            return False
+        _, first, last = found
+        self._slide(first, last, [each for gap in between[first:last] for each in gap], relocate)
+        return True
+
+    def _run(
+        self, first: int, size: int, between: Sequence[Sequence[Extent]], fixed: Sequence[bool]
+    ) -> tuple[int, int, int] | None:
+        """Return the bytes to move, and the first and last hole, for a hole of `size` from `first`
+        on; None when something there may not be moved."""
+        moved, room = 0, self._holes[first][1]
+        for last in range(first, min(first + JOINED_MAX, len(self._holes))):
+            if room >= size:
+                return moved, first, last
+            if last == len(self._holes) - 1 or fixed[last]:
+                return None
+            moved += sum(extent.size for extent in between[last])
+            room += self._holes[last + 1][1]
+        return None
+
+    def _slide(self, first: int, last: int, extents: Sequence[Extent], relocate: Relocate) -> None:
+        start = self._holes[first][0]
+        for extent in extents:
+            shift = extent.offset - start
+            taken = extent.taken()
+            extent.offset = start
+            extent.free = [offset - shift for offset in extent.free]
+            for offset in taken:  # ascending: what a block is copied onto has been moved
+                relocate(offset, Slot(offset - shift, extent.slot_size, extent))
+            start += extent.size
+        room = sum(size for _, size in self._holes[first : last + 1])
+        self._holes[first : last + 1] = [(start, room)]
 
     def free_ranges(self) -> Iterator[tuple[int, int]]:
         """Yield every free (offset, size), in no order; for checks."""

@@ -63,12 +63,15 @@ class GetCalls:
         )
 
     async def _begin(self, call: Call) -> m.Places:
-        lease, groups, indices = self._lease(request_of(call, m.GetBegin), None)
+        request = request_of(call, m.GetBegin)
+        await self._state.rise(list(m.named(request.spans).values()))
+        lease, groups, indices = self._lease(request, None)
         return _NOTHING if lease is None else self._places(lease, groups, indices)
 
     async def _write(self, call: Call) -> m.Places:
         request = request_of(call, m.GetWrite)
         check_own(call, request.loan.card.start_id, "a loan")
+        await self._state.rise(list(m.named(request.spans).values()))
         length_s = request.deadline_s + WRITE_GRACE_S
         lease, groups, indices = self._lease(request, length_s)
         if lease is None:
@@ -77,6 +80,7 @@ class GetCalls:
             await self._state.deliveries.write(
                 lease, groups, request.loan, deadline_s=request.deadline_s
             )
+            self._tell_moved(lease)
             return self._places(lease, groups, indices)
         except KvassError as error:
             self._state.faults["get_failed"] += len(lease.entries)
@@ -86,8 +90,15 @@ class GetCalls:
             self._state.index.get_end(lease.lease_id, self._state.now_s())
             self._state.notify()
 
+    def _tell_moved(self, lease: Lease) -> None:
+        """A reader has what was leased; on the same host it took it itself, in the lease's time."""
+        self._state.on_moved("get", lease.size_bytes, self._state.now_s() - lease.begun_s)
+
     async def _end(self, call: Call) -> m.Held:
         request = request_of(call, m.GetEnd)
+        lease = self._state.index.leases.find(request.lease_id)
+        if lease is not None:
+            self._tell_moved(lease)
         held = self._state.index.get_end(request.lease_id, self._state.now_s())
         for key in request.corrupt:
             await self._look_at(key)

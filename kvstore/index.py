@@ -10,17 +10,23 @@ evicted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from kvass.common.block import BlockHeader
+from kvass.common.keys import SEGMENT_BLOCKS
 from kvass.kvstore.claims import Claims
-from kvass.kvstore.eviction import ChainLru, Eviction
+from kvass.kvstore.erasures import Erasures
+from kvass.kvstore.eviction import Eviction
 from kvass.kvstore.extents import Extents
 from kvass.kvstore.guards import Guards, Owner
 from kvass.kvstore.leases import Lease, Leases
 from kvass.kvstore.ledger import STATES, Entry, Ledger
 from kvass.kvstore.puts import Move, PutOrder, Puts, Verdict
+from kvass.kvstore.reuse_eviction import ReuseEviction
+from kvass.kvstore.shares import Allotments, Shares, Usage
+
+LAST_OF_SEGMENT = SEGMENT_BLOCKS - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +38,25 @@ class Limits:
     hold_s: float = 60.0
     hold_share: float = 0.5
     quarantine_share: float = 0.125
+    allotments: Allotments = field(default_factory=Allotments)
 
 
 class Index:
     """Mutable fields: its parts, `draining` (no new puts and claims), and the counts `hits`,
     `misses`, `corrupt`, `dropped`."""
 
-    def __init__(self, slab_bytes: int, limits: Limits, eviction: Eviction | None = None) -> None:
+    def __init__(
+        self, slab_bytes: int, limits: Limits, policy: Callable[[], Eviction] = ReuseEviction
+    ) -> None:
         self.limits = limits
         self.guards = Guards(int(slab_bytes * limits.hold_share))
-        self.ledger = Ledger(Extents(slab_bytes), eviction or ChainLru(), self.guards.__contains__)
+        shares = Shares(limits.allotments, policy)
+        self.ledger = Ledger(Extents(slab_bytes), shares, self.guards.__contains__)
         self.claims = Claims(limits.claim_s)
         self.leases = Leases(self.ledger, limits.epoch)
         quarantine_bytes = int(slab_bytes * limits.quarantine_share)
         self.puts = Puts(self.ledger, self.guards, quarantine_bytes)
+        self.erasures = Erasures()
         self.draining = False
         self.hits = 0
         self.misses = 0
@@ -96,7 +107,8 @@ class Index:
     # --- claims ---
 
     def claim(self, owner: str, keys: Sequence[bytes], now_s: float) -> list[Verdict]:
-        """Claim or renew, in chain order: granted, visible, or busy (somebody else's)."""
+        """Claim or renew, in chain order: granted, visible, busy (somebody else's) or, while this
+        node drains, elsewhere: what is computed for it could not be put here."""
         self.expire(now_s)
         return [self._claim(owner, key, now_s) for key in keys]
 
@@ -104,8 +116,10 @@ class Index:
         entry = self.ledger.entries.get(key)
         if entry is not None and entry.state == "visible":
             return "visible"
+        if self.draining:
+            return "elsewhere"
         written = entry is not None and self.claims.owner(key) is None
-        if self.draining or written or not self.claims.take(owner, key, now_s):
+        if written or not self.claims.take(owner, key, now_s):
             return "busy"
         return "granted"
 
@@ -120,25 +134,32 @@ class Index:
         """Give out places for blocks; see `Puts`."""
         self.expire(now_s)
         if self.draining:
-            return ["visible" if self.ledger.visible(h.key) else "full" for h in order.headers]
-        return self.puts.begin(order)
+            return ["visible" if self.ledger.visible(h.key) else "elsewhere" for h in order.headers]
+        refuses = self.erasures.refuses
+        refused = {h.key for h in order.headers if refuses(h, now_s, is_copy=order.is_copy)}
+        if not refused:
+            return self.puts.begin(order)
+        taken = [header for header in order.headers if header.key not in refused]
+        verdicts = iter(self.puts.begin(replace(order, headers=taken)))
+        return ["full" if h.key in refused else next(verdicts) for h in order.headers]
 
     def room_bytes(self, *, held: bool) -> int:
         """Return what blocks may take at most, together; for those that are held it is less."""
         total = self.ledger.extents.total
         return min(total, self.guards.cap_bytes) if held else total
 
-    def begin_move(self, put_id: str, session: str, key: bytes, now_s: float) -> Move | None:
-        """Start moving a put's share of a block into its slot; None when the put is over."""
+    def begin_moves(
+        self, put_id: str, session: str, keys: Sequence[bytes], now_s: float
+    ) -> list[Move | None]:
+        """Start moving a put's shares of blocks into their slots; None where the put is over."""
         self.expire(now_s)
-        return self.puts.begin_move(put_id, session, key)
+        return [self.puts.begin_move(put_id, session, key) for key in keys]
 
-    def end_move(self, move: Move, checksums: Sequence[int] | None, now_s: float) -> bool:
+    def end_move(self, move: Move, checksums: Sequence[int] | None) -> bool:
         """End a move; `checksums` of bytes that were checked in place, or None. Returns success."""
         stored = self.puts.end_move(move, checksums)
         if move.entry.state == "visible":
             self.claims.end(move.entry.header.key)
-        self.expire(now_s)
         return stored
 
     def put_abort(self, put_id: str, session: str, now_s: float) -> None:
@@ -215,16 +236,36 @@ class Index:
 
     def drop(self, matches: Callable[[BlockHeader], bool], now_s: float) -> int:
         """Erase blocks, written and being written; what is leased stays readable to its readers
-        only.
+        only. Copies of them that are still under way are not taken.
 
         Returns how many went.
         """
         self.expire(now_s)
+        self.erasures.mark(matches, now_s)
         chosen = [entry for entry in self.ledger.entries.values() if matches(entry.header)]
         for entry in chosen:
             self._erase(entry)
         self.dropped += len(chosen)
         return len(chosen)
+
+    def bar(self, writer: str, after: Iterable[bytes], now_s: float) -> tuple[int, list[bytes]]:
+        """Take nothing of a writer any more; erase his blocks and what was computed upon them, or
+        upon the blocks `after`, which are elsewhere.
+
+        Returns how many went, and the keys that other nodes may have more after.
+        """
+        self.erasures.bar(writer, now_s)
+        wrong = set(after)
+        entries = sorted(self.ledger.entries.values(), key=lambda entry: entry.header.index)
+        for entry in entries:
+            if entry.header.writer == writer or entry.header.parent in wrong:
+                wrong.add(entry.header.key)
+        ends = [
+            entry.header.key
+            for entry in entries
+            if entry.header.key in wrong and entry.header.index % SEGMENT_BLOCKS == LAST_OF_SEGMENT
+        ]
+        return self.drop(lambda h: h.key in wrong or h.writer == writer, now_s), ends
 
     def found_corrupt(self, entry: Entry, now_s: float) -> None:
         """The bytes of a visible block are not what they were: nobody finds it any more."""
@@ -242,6 +283,10 @@ class Index:
 
     # --- counts ---
 
+    def usage(self) -> Mapping[str, Usage]:
+        """Return what each tenant has of the slab; the tenant of public blocks is empty."""
+        return self.ledger.shares.used
+
     def counts(self) -> dict[str, int]:
         """Return every count under its name; `*_bytes` of the five states sum to `total_bytes`."""
         ledger = self.ledger
@@ -253,6 +298,8 @@ class Index:
             "held_bytes": self.guards.bytes_of("hold"),
             "pinned_bytes": self.guards.bytes_of("pin"),
             "guarded_bytes": self.guards.size_bytes,
+            "guard_cap_bytes": self.guards.cap_bytes,
+            "quarantine_cap_bytes": self.puts.quarantine_cap_bytes,
             "leases": len(self.leases),
             "leases_lost": self.leases.lost,
             "claims": len(self.claims),
@@ -261,6 +308,12 @@ class Index:
             "misses": self.misses,
             "stored": ledger.stored,
             "evictions": ledger.evictions,
+            "quota_evictions": ledger.quota_evictions,
+            "relocated": ledger.relocated,
+            "over_quota": ledger.over_quota,
+            "tenants": len(ledger.shares.used),
             "corrupt": self.corrupt,
             "dropped": self.dropped,
+            "erased_refused": self.erasures.refused,
+            "barred_writers": self.erasures.barred_count,
         }

@@ -71,6 +71,10 @@ class Leases:
         self._deadlines.add(lease_id, lease.ends_s)
         return lease
 
+    def find(self, lease_id: str) -> Lease | None:
+        """Return a lease that is held."""
+        return self._leases.get(lease_id)
+
     def renew(self, lease_id: str, now_s: float) -> bool:
         """Give a lease its whole length again; returns False when it is not held any more."""
         lease = self._leases.get(lease_id)

@@ -8,6 +8,7 @@
 
 Conservation, after every call, in bytes: free + writing + visible + retired + quarantined == total.
 Nothing that is leased or guarded is evicted, and within a node no parent before its children.
+Every slot in use is charged to its block's tenant (`shares.py`).
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvass.common.block import BlockHeader
-from kvass.kvstore.eviction import Eviction
-from kvass.kvstore.extents import Extents, Slot
+from kvass.kvstore.extents import Extents, Slot, slot_size
+from kvass.kvstore.shares import Shares
 
 State = Literal["writing", "visible", "retired", "quarantined"]
 STATES: tuple[State, ...] = ("writing", "visible", "retired", "quarantined")
@@ -38,7 +39,8 @@ class Group:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A block's slot and what it is used for. All fields but `slot` are mutable.
+    """A block's slot and what it is used for. All fields are mutable; `slot` changes only while
+    nobody has a lease on the block and no bytes move.
 
     While writing, `header` has no checksums, `groups` holds the head groups that are in or
     promised, and at `ends_s` what is still not whole is given up. `moves` counts transfers into the
@@ -61,15 +63,16 @@ class Entry:
 
 class Ledger:
     """Entries and their slots. Mutable fields: `entries` (writing or visible, by key), `gone`
-    (retired or quarantined), `blocks` and `sizes` by state, `news`, `evictions`, `stored`,
+    (retired or quarantined), `blocks` and `sizes` by state, `news`, `evictions`,
+    `quota_evictions`, `over_quota`, `stored`, `_at`,
     `_children`.
 
+    `copy_bytes` (from, to, size), where it is given, lets blocks be moved together in the slab
+    (`relocated` so far): it must have copied when it returns, whatever overlaps.
     `news` collects the keys that became visible or stopped being written since it was last emptied.
     """
 
-    def __init__(
-        self, extents: Extents, eviction: Eviction, guarded: Callable[[bytes], bool]
-    ) -> None:
+    def __init__(self, extents: Extents, shares: Shares, guarded: Callable[[bytes], bool]) -> None:
         self.extents = extents
         self.entries: dict[bytes, Entry] = {}
         self.gone: set[Entry] = set()
@@ -77,9 +80,14 @@ class Ledger:
         self.sizes: dict[State, int] = dict.fromkeys(STATES, 0)
         self.news: list[bytes] = []
         self.evictions = 0
+        self.quota_evictions = 0  # of those: its own tenant was over its quota
+        self.over_quota = 0  # blocks that found no room in their tenant's quota
         self.stored = 0
-        self._eviction = eviction
+        self.shares = shares
+        self.copy_bytes: Callable[[int, int, int], None] | None = None
+        self.relocated = 0
         self._guarded = guarded
+        self._at: dict[int, Entry] = {}  # by the offset of their slots
         self._children: dict[bytes, int] = {}  # visible children by their parent's key
 
     def visible(self, key: bytes) -> Entry | None:
@@ -88,20 +96,64 @@ class Ledger:
         return entry if entry is not None and entry.state == "visible" else None
 
     def open(self, header: BlockHeader, head_groups: int, ends_s: float) -> Entry | None:
-        """Start a block that is being written, evicting as needed; None when the slab is full."""
+        """Start a block that is being written, evicting as needed; None when the slab is full, or
+        the tenant's quota is."""
         assert header.key not in self.entries
-        slot = self.extents.take(header.length)
+        tenant, size = header.tenant, slot_size(header.length)
+        if not self._fit_quota(tenant, size):
+            self.over_quota += 1
+            return None
+        slot = self._take(size)
         while slot is None:
-            victim = self._eviction.victim(self._evictable)
+            victim = self.shares.victim(tenant, size, self._evictable)
             if victim is None:
                 return None
-            self.evictions += 1
-            self.remove(self.entries[victim])
-            slot = self.extents.take(header.length)
+            self._evict(victim)
+            slot = self._take(size)
         entry = Entry(header, slot, head_groups, ends_s)
         self.entries[header.key] = entry
+        self._at[slot.offset] = entry
         self._count(entry, 1)
+        self.shares.charge(tenant, slot.size)
         return entry
+
+    def _take(self, size: int) -> Slot | None:
+        """Take a slot, moving blocks together when the free bytes would do and none fits."""
+        slot = self.extents.take(size)
+        if slot is None and self.copy_bytes is not None:
+            if self.extents.make_room(size, self._movable, self._relocate):
+                slot = self.extents.take(size)
+                assert slot is not None
+        return slot
+
+    def _movable(self, offset: int) -> bool:
+        """Whether nobody reads or writes the block there: who does has a lease or a move."""
+        entry = self._at[offset]
+        return entry.state == "visible" and not entry.leases and not entry.moves
+
+    def _relocate(self, offset: int, slot: Slot) -> None:
+        assert self.copy_bytes is not None
+        entry = self._at.pop(offset)
+        self.copy_bytes(offset, slot.offset, entry.header.length)
+        self._at[slot.offset] = entry
+        entry.slot = slot
+        self.relocated += 1
+
+    def _fit_quota(self, tenant: str, size: int) -> bool:
+        """Evict a tenant's own blocks until `size` bytes more are within its quota."""
+        if self.shares.never_fits(tenant, size):
+            return False
+        while self.shares.is_over(tenant, size):
+            victim = self.shares.own_victim(tenant, self._evictable)
+            if victim is None:
+                return False
+            self._evict(victim)
+            self.quota_evictions += 1
+        return True
+
+    def _evict(self, key: bytes) -> None:
+        self.evictions += 1
+        self.remove(self.entries[key])
 
     def publish(self, entry: Entry, header: BlockHeader) -> None:
         """Make a block readable; every byte of it is in place and was checked."""
@@ -111,7 +163,7 @@ class Ledger:
         entry.header = header
         entry.groups = {}
         self._children[header.parent] = self._children.get(header.parent, 0) + 1
-        self._eviction.insert(header)
+        self.shares.insert(header)
         self.news.append(header.key)
         self.offer(entry)
 
@@ -120,7 +172,7 @@ class Ledger:
         header = entry.header
         del self.entries[header.key]
         if entry.state == "visible":
-            self._eviction.remove(header.key)
+            self.shares.remove(header)
             self._uncount_child(header.parent)
             self._leave(entry, "retired")
         else:
@@ -130,7 +182,7 @@ class Ledger:
 
     def touch(self, keys: list[bytes]) -> None:
         """Note that these blocks of one chain were asked for."""
-        self._eviction.touch(keys)
+        self.shares.touch(keys, self._tenant_of)
 
     def lease(self, entry: Entry) -> None:
         """Keep a visible block's bytes where they are."""
@@ -157,7 +209,7 @@ class Ledger:
     def offer(self, entry: Entry) -> None:
         """Let the policy evict the block, if nothing protects it."""
         if self._evictable(entry.header.key):
-            self._eviction.offer(entry.header.key)
+            self.shares.offer(entry.header)
 
     def offer_key(self, key: bytes) -> None:
         """As `offer`, by name."""
@@ -174,6 +226,7 @@ class Ledger:
         used = [(entry.slot.offset, entry.slot.size) for entry in everything]
         free = list(self.extents.free_ranges())
         assert sum(size for _, size in free) == self.extents.free_bytes
+        assert self._at == {entry.slot.offset: entry for entry in everything}
         end = 0
         for offset, size in sorted(used + free):
             assert offset == end, (
@@ -183,6 +236,20 @@ class Ledger:
         assert end == self.extents.total
         assert all(entry.leases for entry in self.gone if entry.state == "retired")
         assert all(entry.moves for entry in self.gone if entry.state == "quarantined")
+        self._check_tenants(everything)
+
+    def _check_tenants(self, everything: list[Entry]) -> None:
+        charged: dict[str, list[int]] = {}
+        for entry in everything:
+            charged.setdefault(entry.header.tenant, []).append(entry.slot.size)
+        assert charged.keys() == self.shares.used.keys()
+        for tenant, usage in self.shares.used.items():
+            sizes = charged[tenant]
+            assert (usage.size_bytes, usage.blocks) == (sum(sizes), len(sizes)), tenant
+
+    def _tenant_of(self, key: bytes) -> str | None:
+        entry = self.entries.get(key)
+        return None if entry is None else entry.header.tenant
 
     def _evictable(self, key: bytes) -> bool:
         entry = self.entries.get(key)
@@ -205,7 +272,9 @@ class Ledger:
         if entry in self.gone:
             self.gone.remove(entry)
             self._count(entry, -1)
+            del self._at[entry.slot.offset]
             self.extents.give(entry.slot)
+            self.shares.discharge(entry.header.tenant, entry.slot.size)
         elif entry.state == "visible":
             self.offer(entry)
 

@@ -1,8 +1,7 @@
 """What clients and store nodes say to each other. Pure.
 
-Blocks are named by spans: a segment's key, chain indices, and the full keys, since a segment key
-and an index are ambiguous once two chains part inside a segment. One call is about one chain, so
-answers name blocks by chain index, as half-open ranges.
+Blocks are named by spans (`spans.py`). One call is about one chain, so answers name blocks by chain
+index, as half-open ranges.
 
     put             put_begin ─> granted places  [TCP: the client writes into the loan]
                     put_commit ─> stored
@@ -12,81 +11,56 @@ answers name blocks by chain index, as half-open ranges.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from kvass.common.errors import Invalid
-from kvass.common.keys import KEY_BYTES, SEGMENT_BLOCKS, Chain, segments
 from kvass.common.transport.route import Way
 from kvass.common.transport.seam import EndpointCard, Loan
-from kvass.common.wire import Done, Message, Range, Request, Seconds
+from kvass.common.wire import KEYS_MAX as KEYS_MAX
+from kvass.common.wire import (
+    Done,
+    Key,
+    Message,
+    Name,
+    Natural,
+    Range,
+    Request,
+    Seconds,
+    Unsigned,
+)
+from kvass.common.wire import Ranges as Ranges
+from kvass.kvstore.spans import SPANS_MAX as SPANS_MAX
+from kvass.kvstore.spans import Index as Index
+from kvass.kvstore.spans import Named as Named
+from kvass.kvstore.spans import Piece as Piece
+from kvass.kvstore.spans import Span as Span
+from kvass.kvstore.spans import Spans as Spans
+from kvass.kvstore.spans import named as named
+from kvass.kvstore.spans import spans_of as spans_of
 
-Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
-Keys = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES * SEGMENT_BLOCKS)]
-Name = Annotated[str, Meta(max_length=256)]  # of an owner, tenant or writer
 PutId = Annotated[str, Meta(min_length=1, max_length=256)]
 Count = Annotated[int, Meta(ge=0, le=1 << 40)]
-Ranges = tuple[Range, ...]
+Address = Annotated[int, Meta(ge=0, lt=1 << 56)]  # user space ends there, with five page levels
+LeaseId = Annotated[str, Meta(max_length=256)]
+Hot = tuple[Key, Annotated[int, Meta(ge=2, le=1_024)]]  # segment key, copies
 
-# 4,096 spans are 131,072 blocks, 2 M tokens: sixteen of the longest prompts foreseen, 4 MiB of
-# keys.
-SPANS_MAX = 4_096
 BLOCKS_MAX = 1_024  # moved by one call; of the default model 195 MB
+GROUPS_MAX = 1_024  # head groups of a block
+TENANTS_SHOWN = 32  # by one node, in stats and metrics: the largest ones
+CHECKSUMS_MAX = 1 << 16  # of one call: 64 groups of the most blocks
 
-
-class Span(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Consecutive blocks of one chain inside one segment; `keys` are concatenated, `parent` is the
-    first one's."""
-
-    segment_key: Key
-    first: Count
-    parent: Key
-    keys: Keys
-
-    def __len__(self) -> int:
-        return len(self.keys) // KEY_BYTES
-
-    def named(self) -> Iterator[tuple[int, bytes]]:
-        """Yield (chain index, key) in order; raises Invalid for a span that cannot be one."""
-        count, rest = divmod(len(self.keys), KEY_BYTES)
-        if rest or self.first % SEGMENT_BLOCKS + count > SEGMENT_BLOCKS:
-            raise Invalid(
-                f"span: {len(self.keys)} bytes of keys from block {self.first} on; expected whole "
-                f"keys of {KEY_BYTES} bytes inside one segment of {SEGMENT_BLOCKS} blocks"
-            )
-        for i in range(count):
-            yield self.first + i, self.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES]
-
-
-Spans = Annotated[tuple[Span, ...], Meta(max_length=SPANS_MAX)]
-
-
-def spans_of(chain: Chain, ranges: Iterable[Range]) -> list[Span]:
-    """Name ranges of a chain's blocks, cut at segment boundaries."""
-    return [
-        Span(chain.segment_key(low), low, chain.parent(low), b"".join(chain.keys[low:high]))
-        for first, stop in ranges
-        for low, high in segments(first, stop)
-        if first < stop
-    ]
-
-
-def named(spans: Sequence[Span]) -> dict[int, bytes]:
-    """Return the keys of spans by chain index; raises Invalid when an index comes twice."""
-    keys = {index: key for span in spans for index, key in span.named()}
-    if len(keys) != sum(len(span) for span in spans):
-        raise Invalid("spans: a chain index comes twice")
-    return keys
+Indices = Annotated[tuple[Index, ...], Meta(max_length=BLOCKS_MAX)]
+Addresses = Annotated[tuple[Address, ...], Meta(max_length=BLOCKS_MAX)]
+Checksums = Annotated[tuple[Unsigned, ...], Meta(max_length=CHECKSUMS_MAX)]
 
 
 class LoanCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A landing buffer that the sender of this message lends to its receiver."""
 
-    tag: bytes
-    address: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    tag: Annotated[bytes, Meta(max_length=256)]
+    address: Natural
     size: Count
     card: EndpointCard
 
@@ -110,9 +84,14 @@ class Attach(Request[Attached], frozen=True, tag="attach"):
 
 
 class Blocks(Message, frozen=True, tag="blocks"):
-    """Ranges of the asked blocks: those that are readable (or, of `pin`, pinned)."""
+    """Ranges of the asked blocks: those that are readable (or, of `pin`, pinned).
+
+    `hot` names segments that are read so much that their readers shall spread: over how many of
+    the segment's nodes, in order.
+    """
 
     visible: Ranges
+    hot: Annotated[tuple[Hot, ...], Meta(max_length=SPANS_MAX)] = ()
 
 
 class Lookup(Request[Blocks], frozen=True, tag="lookup"):
@@ -122,7 +101,8 @@ class Lookup(Request[Blocks], frozen=True, tag="lookup"):
 
 
 class Claimed(Message, frozen=True, tag="claimed"):
-    """`taken`: somebody else computes or writes these now."""
+    """`taken`: somebody else computes or writes these now. Of a block in no list the node takes
+    nothing new: ask the next one."""
 
     granted: Ranges
     visible: Ranges
@@ -185,7 +165,7 @@ class PutBegin(Request[PutPlaces], frozen=True, tag="put_begin"):
     writer: Name
     token_count: Annotated[int, Meta(ge=1, le=1 << 16)]
     block_size: Annotated[int, Meta(ge=1, le=1 << 32)]
-    head_groups: Annotated[int, Meta(ge=1, le=1_024)]
+    head_groups: Annotated[int, Meta(ge=1, le=GROUPS_MAX)]
     groups: Range
     deadline_s: Seconds
     hold_owner: Name = ""
@@ -207,9 +187,9 @@ class PutCommit(Request[PutStored], frozen=True, tag="put_commit"):
 
     put_id: PutId
     keys: Annotated[tuple[Key, ...], Meta(min_length=1, max_length=BLOCKS_MAX)]
-    indices: tuple[Count, ...]
-    addresses: tuple[int, ...]
-    checksums: tuple[int, ...]
+    indices: Indices
+    addresses: Addresses
+    checksums: Checksums
     deadline_s: Seconds
 
 
@@ -224,11 +204,11 @@ class Places(Message, frozen=True, tag="places"):
     """Blocks that are here: chain indices, addresses of their slots in the node (same host), and
     checksums of the asked head groups, block by block. The lease lasts `lease_s` from now."""
 
-    lease_id: str
-    lease_s: float
-    indices: tuple[int, ...]
-    addresses: tuple[int, ...]
-    checksums: tuple[int, ...]
+    lease_id: LeaseId
+    lease_s: Annotated[float, Meta(ge=0, le=86_400)]
+    indices: Indices
+    addresses: Addresses
+    checksums: Checksums
 
 
 class GetBegin(Request[Places], frozen=True, tag="get_begin"):
@@ -236,7 +216,7 @@ class GetBegin(Request[Places], frozen=True, tag="get_begin"):
 
     spans: Spans
     block_size: Count
-    head_groups: Annotated[int, Meta(ge=1, le=1_024)]
+    head_groups: Annotated[int, Meta(ge=1, le=GROUPS_MAX)]
     groups: Range
 
 
@@ -245,7 +225,7 @@ class GetWrite(Request[Places], frozen=True, tag="get_write"):
 
     spans: Spans
     block_size: Count
-    head_groups: Annotated[int, Meta(ge=1, le=1_024)]
+    head_groups: Annotated[int, Meta(ge=1, le=GROUPS_MAX)]
     groups: Range
     loan: LoanCard
     deadline_s: Seconds
@@ -260,14 +240,14 @@ class Held(Message, frozen=True, tag="held"):
 class GetEnd(Request[Held], frozen=True, tag="get_end"):
     """End a lease; `corrupt` names blocks whose bytes did not match, for the node to look at."""
 
-    lease_id: str
+    lease_id: LeaseId
     corrupt: Annotated[tuple[Key, ...], Meta(max_length=BLOCKS_MAX)] = ()
 
 
 class GetRenew(Request[Held], frozen=True, tag="get_renew"):
     """Prolong a lease."""
 
-    lease_id: str
+    lease_id: LeaseId
 
 
 class ReleaseHold(Request[Done], frozen=True, tag="release_hold"):
@@ -291,32 +271,90 @@ class Unpin(Request[Done], frozen=True, tag="unpin"):
 
 
 class Dropped(Message, frozen=True, tag="dropped"):
-    """How many blocks were erased."""
+    """How many blocks were erased. `ends` (of `bar`): keys after which other nodes may have more
+    that was computed upon them."""
 
-    blocks: int
+    blocks: Natural
+    ends: Annotated[tuple[Key, ...], Meta(max_length=KEYS_MAX)] = ()
 
 
 class Drop(Request[Dropped], frozen=True, tag="drop"):
     """Erase the blocks that match every criterion that is given; at least one must be."""
 
-    namespace: bytes | None = None
-    tenant: str | None = None
-    writer: str | None = None
-    keys: tuple[Key, ...] | None = None
+    namespace: Key | None = None
+    tenant: Name | None = None
+    writer: Name | None = None
+    keys: Annotated[tuple[Key, ...], Meta(max_length=KEYS_MAX)] | None = None
+
+
+class Bar(Request[Dropped], frozen=True, tag="bar"):
+    """The writer computes wrong: take nothing of his for a while, and erase what he wrote, with
+    what was computed upon it or upon the blocks `after`."""
+
+    writer: Name
+    after: Annotated[tuple[Key, ...], Meta(max_length=KEYS_MAX)] = ()
+
+
+class TenantUse(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What one tenant has of a node's slab; `quota_bytes` 0: as much as there is."""
+
+    tenant: Name
+    size_bytes: Natural
+    blocks: Natural
+    quota_bytes: Natural
 
 
 class StatsReply(Message, frozen=True, tag="stats_reply"):
-    """Counts by name; see `Index.counts` and `Node.counts`."""
+    """Counts by name; see `Index.counts` and `Node.counts`. `tenants`: those that have the most."""
 
-    counts: dict[str, int]
+    counts: Annotated[dict[Name, Natural], Meta(max_length=1_024)]
+    tenants: Annotated[tuple[TenantUse, ...], Meta(max_length=TENANTS_SHOWN)] = ()
 
 
 class Stats(Request[StatsReply], frozen=True, tag="stats"):
     """Ask for the node's counts."""
 
 
+class Shape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a node must know of a block, besides its name and bytes, to keep a copy of it."""
+
+    index: Index
+    namespace: Key
+    tenant: Name
+    writer: Name
+    token_count: Annotated[int, Meta(ge=1, le=1 << 16)]
+    block_size: Annotated[int, Meta(ge=1, le=1 << 32)]
+    head_groups: Annotated[int, Meta(ge=1, le=GROUPS_MAX)]
+
+
+class Described(Message, frozen=True, tag="described"):
+    """Those of the asked blocks that are here."""
+
+    shapes: Annotated[tuple[Shape, ...], Meta(max_length=BLOCKS_MAX)]
+
+
+class Describe(Request[Described], frozen=True, tag="describe"):
+    """What are these blocks? A node asks before it takes a copy."""
+
+    spans: Spans
+
+
+class Filling(Message, frozen=True, tag="filling"):
+    """How many of the blocks are not here yet."""
+
+    lacking: Natural
+
+
+class Fill(Request[Filling], frozen=True, tag="fill"):
+    """Take copies of these blocks, of any chains, from the store node `source`, if you have them
+    not. A hint: it is answered at once, and what exceeds a bounded queue is dropped."""
+
+    source: Name
+    spans: Spans
+
+
 class Drain(Request[Done], frozen=True, tag="drain"):
-    """Take no more puts and claims; go on answering reads."""
+    """Take no more puts and claims, go on answering reads, and hand over what others lack."""
 
 
 STORE_REPLIES: tuple[type[Message], ...] = (
@@ -330,5 +368,7 @@ STORE_REPLIES: tuple[type[Message], ...] = (
     Held,
     Dropped,
     StatsReply,
+    Described,
+    Filling,
     Done,
 )

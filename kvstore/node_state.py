@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -19,18 +19,31 @@ from kvass.kvstore.puts import Verdict
 from kvass.kvstore.waiters import Waiters
 
 M = TypeVar("M", bound=Message)
+# What was done (put, get or fill), bytes, seconds.
+Moved = Callable[[str, int, float], None]
+
+
+async def _nothing_rises(keys: Sequence[bytes]) -> None:
+    """There is one tier."""
+
+
 FAULTS = ("put_failed", "put_corrupt", "get_failed", "get_suspect")
 
 
 @dataclass(slots=True)
 class NodeState:
-    """Mutable field: `faults`, counts by name. Call `notify` after each call of the index."""
+    """Mutable fields: `faults`, counts by name; `on_stored`, told of the blocks that a writer has
+    stored; `on_moved`, of the bytes that went; `rise`, which
+    brings blocks into memory from the tier below. Call `notify` after each call of the index."""
 
     index: Index
     deliveries: Deliveries
     endpoints: Endpoints
     clock: Clock
     waiters: Waiters = field(default_factory=Waiters)
+    on_stored: Callable[[Sequence[bytes]], None] = lambda keys: None
+    on_moved: Moved = lambda what, size_bytes, time_s: None
+    rise: Callable[[Sequence[bytes]], Awaitable[None]] = _nothing_rises
     faults: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FAULTS, 0))
 
     def now_s(self) -> float:

@@ -18,7 +18,7 @@ import anyio
 import numpy as np
 
 from kvass.common.errors import KvassError
-from kvass.common.keys import Chain, ranges_of
+from kvass.common.keys import ranges_of
 from kvass.common.transport.seam import Copies, Loan
 from kvass.kvstore import messages as m
 from kvass.kvstore.checksum import rows
@@ -33,16 +33,17 @@ ARRIVAL_GRACE_S = 0.25
 
 @dataclass(slots=True)
 class PullOutcome:
-    """Mutable fields: `pulled` indices, that are there and right, and why others were `missed`."""
+    """Mutable fields: checksums of the blocks that are there and right, by index (`pulled`), and
+    why others were `missed`."""
 
-    pulled: set[int] = field(default_factory=set)
+    pulled: dict[int, tuple[int, ...]] = field(default_factory=dict)
     missed: dict[int, str] = field(default_factory=dict)
 
 
 async def pull(
     transfers: Transfers,
     link: NodeLink,
-    chain: Chain,
+    chain: m.Named,
     slots: Mapping[int, int],
     *,
     ends_s: float,
@@ -52,17 +53,20 @@ async def pull(
     try:
         ways = await link.ways(deadline_s=ends_s - link.now_s())
         landed = ways.get_way == "write"
-        for indices in transfers.batches(sorted(slots), landed=landed):
+
+        async def move(indices: Sequence[int]) -> None:
             left_s = min(ends_s - link.now_s(), TRANSFER_S)
             if left_s <= 0 or not link.usable:
                 outcome.missed.update(dict.fromkeys(indices, "late"))
-                continue
+                return
             wanted = {index: slots[index] for index in indices}
             batch = _Batch(transfers, link, chain, wanted, link.now_s() + left_s, outcome)
             if landed:
                 await batch.take_written()
             else:
                 await batch.read(ways.start_id)
+
+        await transfers.in_lanes(sorted(slots), move, landed=landed)
     except KvassError:
         failed = [i for i in slots if i not in outcome.pulled and i not in outcome.missed]
         outcome.missed.update(dict.fromkeys(failed, "failed"))
@@ -76,7 +80,7 @@ class _Batch:
 
     transfers: Transfers
     link: NodeLink
-    chain: Chain
+    chain: m.Named
     slots: Mapping[int, int]
     ends_s: float
     outcome: PullOutcome
@@ -110,7 +114,7 @@ class _Batch:
         try:
             await self._read_leased(lease, start_id)
         finally:
-            suspects = tuple(self.chain.keys[index] for index in self.wrong)
+            suspects = tuple(self.chain.key(index) for index in self.wrong)
             request_end = m.GetEnd(lease_id=lease.lease_id, corrupt=suspects)
             transfers.tasks.start_soon(self._end, request_end)
 
@@ -169,7 +173,7 @@ class _Batch:
         """Sort blocks that are in their slots by whether their checksums are right."""
         for index, checksums in found.items():
             if checksums == announced[index]:
-                self.outcome.pulled.add(index)
+                self.outcome.pulled[index] = checksums
             else:
                 self.transfers.counts["pull_corrupt"] += 1
                 self.outcome.missed[index] = "corrupt"
@@ -210,7 +214,7 @@ class _Batch:
                 found = await transfers.executor.run(lambda: self._copy(loan, targets))
             self._judge(dict(zip(places.indices, found, strict=True)), self._announced(places))
         if self.wrong:
-            suspects = tuple(self.chain.keys[index] for index in self.wrong)
+            suspects = tuple(self.chain.key(index) for index in self.wrong)
             await self.link.tell(m.GetEnd(lease_id=places.lease_id, corrupt=suspects))
 
     def _copy(self, loan: Loan, slots: Sequence[int]) -> list[tuple[int, ...]]:

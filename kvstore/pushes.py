@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import anyio
 import numpy as np
@@ -59,13 +59,16 @@ async def push(
     outcome = PutOutcome()
     try:
         ways = await link.ways(deadline_s=ends_s - link.now_s())
-        for indices in transfers.batches(sorted(slots), landed=ways.put_way == "write"):
+
+        async def move(indices: Sequence[int]) -> None:
             left_s = min(ends_s - link.now_s(), TRANSFER_S)
-            if left_s <= 0 or not link.usable:
-                break
-            wanted = {index: slots[index] for index in indices}
-            put = _Put(transfers, link, chain, wanted, link.now_s() + left_s, outcome)
-            await put.run(terms)
+            if left_s > 0 and link.usable:
+                for tenant, own in _by_tenant(chain, indices, terms.tenant):
+                    wanted = {index: slots[index] for index in own}
+                    put = _Put(transfers, link, chain, wanted, link.now_s() + left_s, outcome)
+                    await put.run(replace(terms, tenant=tenant))
+
+        await transfers.in_lanes(sorted(slots), move, landed=ways.put_way == "write")
     except KvassError:
         failed = [i for i in slots if i not in outcome.stored and i not in outcome.refused]
         outcome.refused.update(dict.fromkeys(failed, "failed"))
@@ -75,8 +78,9 @@ async def push(
 
 @dataclass(slots=True, eq=False)
 class _Put:
-    """One call's blocks. Mutable fields: `outcome` (the push's), `_started` (bytes may be on their
-    way into the node's loan), `_over` (nothing is left to abort)."""
+    """One call's blocks. Mutable fields: `outcome` (the push's), `_sums` (checksums by index),
+    `_started` (bytes may be on their way into the node's loan), `_over` (nothing is left to
+    abort)."""
 
     transfers: Transfers
     link: NodeLink
@@ -84,6 +88,7 @@ class _Put:
     slots: Mapping[int, int]
     ends_s: float
     outcome: PutOutcome
+    _sums: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _started: bool = False
     _over: bool = False
 
@@ -94,9 +99,7 @@ class _Put:
         """Begin, move, commit; or abort."""
         put_id = self.transfers.next_put()
         try:
-            request = self._begin(put_id, terms)
-            left_s = request.deadline_s
-            places = await self.link.call(request, deadline_s=left_s, limit_s=BEGIN_S)
+            places = await self._begin(put_id, terms)
             self.outcome.stored.update(_each(places.visible))
             self.outcome.refused.update(dict.fromkeys(_each(places.busy), "busy"))
             self.outcome.refused.update(dict.fromkeys(_each(places.full), "full"))
@@ -108,7 +111,28 @@ class _Put:
             if not self._over:
                 await self.link.tell(m.PutAbort(put_id=put_id, started=self._started))
 
-    def _begin(self, put_id: str, terms: PutTerms) -> m.PutBegin:
+    async def _begin(self, put_id: str, terms: PutTerms) -> m.PutPlaces:
+        """Ask for places, and hash the slots meanwhile: nearly all that is pushed is granted."""
+        request = self._request(put_id, terms)
+        slots = list(self.slots.values())
+        failure: KvassError | None = None
+
+        async def hash_slots() -> None:
+            found = await self.transfers.executor.run(lambda: self.transfers.sums(slots))
+            self._sums.update(zip(self.slots, found, strict=True))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(hash_slots)
+            try:
+                left_s = request.deadline_s
+                places = await self.link.call(request, deadline_s=left_s, limit_s=BEGIN_S)
+            except KvassError as error:
+                failure = error  # raised after the group, so that it stays what it is
+        if failure is not None:
+            raise failure
+        return places
+
+    def _request(self, put_id: str, terms: PutTerms) -> m.PutBegin:
         transfers = self.transfers
         return m.PutBegin(
             put_id=put_id,
@@ -127,7 +151,7 @@ class _Put:
     async def _commit(self, put_id: str, granted: Sequence[int], loan: m.LoanCard | None) -> None:
         transfers = self.transfers
         slots = [self.slots[index] for index in granted]
-        announced = await transfers.executor.run(lambda: transfers.sums(slots))
+        announced = [self._sums[index] for index in granted]
         if loan is not None:
             self._started = True
             await self._write(loan, slots)
@@ -166,6 +190,17 @@ class _Put:
             await writer.write(
                 target.card.start_id, copies, tag=target.tag, deadline_s=self._left_s()
             )
+
+
+def _by_tenant(
+    chain: Chain, indices: Sequence[int], tenant: str
+) -> Iterator[tuple[str, Sequence[int]]]:
+    """Public blocks are nobody's in particular, whoever was the first to need them."""
+    public = [index for index in indices if index < chain.public_blocks]
+    private = [index for index in indices if index >= chain.public_blocks]
+    for whose, own in (("", public), (tenant, private)):
+        if own:
+            yield whose, own
 
 
 def _each(ranges: m.Ranges) -> Iterator[int]:

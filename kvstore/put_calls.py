@@ -26,6 +26,7 @@ from kvass.kvstore.puts import Move, PutOrder
 
 _log = logging.getLogger(__name__)
 
+TENANTS_NOTED = 64  # of whom it was said that their quota is full
 SIZES_NOTED = 16  # a cluster has one block size, a node seldom serves a second
 LEND_WAIT_S = 1.0  # of a put for landing memory, before its blocks are answered `busy`
 
@@ -42,21 +43,23 @@ class _Coming:
 
 @dataclass(slots=True)
 class _Outcome:
-    """Mutable fields: both, chain indices."""
+    """Mutable fields: chain indices, and the bytes that were stored."""
 
     stored: list[int] = field(default_factory=list)
     corrupt: list[int] = field(default_factory=list)
+    size_bytes: int = 0
 
 
 class PutCalls:
     """Mutable fields: `_ways` (how a session's puts come), `_lent` (loans by put id), `_too_large`
-    (the latest block sizes that were said never to fit)."""
+    (the latest block sizes that were said never to fit), `_over_quota` (tenants, as well)."""
 
     def __init__(self, state: NodeState) -> None:
         self._state = state
         self._ways: dict[str, Way] = {}
         self._lent: dict[str, Lent] = {}
         self._too_large: tuple[int, ...] = ()
+        self._over_quota: tuple[str, ...] = ()
 
     def handlers(self) -> Mapping[type[Message], Handler]:
         """Return what an RPC server answers."""
@@ -87,7 +90,10 @@ class PutCalls:
             raise Unavailable("put_begin before attach")
         order = self._order(request, session)
         self._warn_of_size(order)
+        over_quota = self._state.index.ledger.over_quota
         verdicts = self._state.index.put_begin(order, self._state.now_s())
+        if self._state.index.ledger.over_quota > over_quota:
+            self._warn_of_quota(request.tenant)
         self._state.notify()
         answers = {h.index: verdict for h, verdict in zip(order.headers, verdicts, strict=True)}
         card = None
@@ -103,6 +109,18 @@ class PutCalls:
             full=chosen(answers, "full"),
             loan=card,
         )
+
+    def _warn_of_quota(self, tenant: str) -> None:
+        """Say once that a tenant's quota keeps blocks out: they are answered `full`."""
+        if tenant not in self._over_quota:
+            self._over_quota = (*self._over_quota[-TENANTS_NOTED + 1 :], tenant)
+            quota = self._state.index.limits.allotments.quota(tenant)
+            _log.warning(
+                "tenant %r is at its quota of %d bytes, and nothing of its may go: blocks are not "
+                "stored (store.tenant_quotas; said once, counted as over_quota)",
+                tenant,
+                quota,
+            )
 
     def _warn_of_size(self, order: PutOrder) -> None:
         """Say once that blocks of this size can never be stored here: they are answered `full`."""
@@ -173,6 +191,7 @@ class PutCalls:
         coming = self._begin_moves(request, session)
         self._lent.pop(request.put_id, None)  # from here on `take` ends the loan
         outcome = _Outcome()
+        begun_s = self._state.now_s()
         try:
             if lent is not None:
                 await self._land(lent, coming, outcome, request.deadline_s)
@@ -184,19 +203,26 @@ class PutCalls:
         finally:
             for block in list(coming):
                 self._end(coming, block, None)
+            self._state.notify()
+        self._state.on_moved("put", outcome.size_bytes, self._state.now_s() - begun_s)
+        if outcome.stored:
+            stored = set(outcome.stored)
+            pairs = zip(request.keys, request.indices, strict=True)
+            self._state.on_stored([key for key, index in pairs if index in stored])
         return m.PutStored(stored=ranges(outcome.stored), corrupt=ranges(outcome.corrupt))
 
     def _begin_moves(self, request: m.PutCommit, session: str) -> dict[_Coming, None]:
         addresses = request.addresses or (0,) * len(request.keys)
         announced = rows(request.checksums, len(request.checksums) // max(len(request.keys), 1))
         coming: dict[_Coming, None] = {}
-        blocks = zip(request.keys, request.indices, addresses, announced, strict=True)
-        for key, index, address, checksums in blocks:
-            move = self._state.index.begin_move(request.put_id, session, key, self._state.now_s())
+        now_s = self._state.now_s()
+        moves = self._state.index.begin_moves(request.put_id, session, request.keys, now_s)
+        blocks = zip(moves, request.indices, addresses, announced, strict=True)
+        for move, index, address, checksums in blocks:
             if move is not None and len(checksums) == len(move.groups):
                 coming[_Coming(index, move, address, checksums)] = None
             elif move is not None:
-                self._state.index.end_move(move, None, self._state.now_s())
+                self._state.index.end_move(move, None)
         self._state.notify()
         return coming
 
@@ -241,14 +267,14 @@ class PutCalls:
                 self._end(coming, block, None)
             elif self._end(coming, block, checksums):
                 outcome.stored.append(block.index)
+                outcome.size_bytes += block.move.size
+        self._state.notify()
 
     def _end(
         self, coming: dict[_Coming, None], block: _Coming, checksums: tuple[int, ...] | None
     ) -> bool:
         del coming[block]
-        stored = self._state.index.end_move(block.move, checksums, self._state.now_s())
-        self._state.notify()
-        return stored
+        return self._state.index.end_move(block.move, checksums)
 
     async def _abort(self, call: Call) -> Done:
         request = request_of(call, m.PutAbort)

@@ -28,7 +28,8 @@ PUTS_MAX = 16_384  # sixteen connections with their windows full of puts
 # A put that is late comes within the seconds that its writer still tries: thousands of jobs ago at
 # no rate that one node serves.
 JOBS_OVER_MAX = 4096
-Verdict = Literal["granted", "visible", "busy", "full"]
+# elsewhere: this node takes nothing new, and says so by giving no answer for the block.
+Verdict = Literal["granted", "visible", "busy", "full", "elsewhere"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class PutOrder:
     ends_s: float
     hold_owner: str = ""
     hold_ends_s: float = 0.0
+    is_copy: bool = False  # of another node's blocks
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +81,7 @@ class Puts:
     def __init__(self, ledger: Ledger, guards: Guards, quarantine_bytes: int) -> None:
         self._ledger = ledger
         self._guards = guards
-        self._quarantine_bytes = quarantine_bytes
+        self.quarantine_cap_bytes = quarantine_bytes
         self._puts: dict[str, _Put] = {}
         self._deadlines: Deadlines[str] = Deadlines(self._ends_s)
         self._entry_deadlines: Deadlines[Entry] = Deadlines(self._entry_ends_s)
@@ -135,7 +137,7 @@ class Puts:
         return "granted"
 
     def _open(self, put: _Put, header: BlockHeader, order: PutOrder) -> Verdict:
-        if self._ledger.sizes["quarantined"] > self._quarantine_bytes:
+        if self._ledger.sizes["quarantined"] > self.quarantine_cap_bytes:
             return "full"
         if header.length > self._ledger.extents.total:
             return "full"  # for ever

@@ -1,10 +1,14 @@
-"""Which nodes a call goes to: the home of each segment, then the next in order; or all of them.
+"""Which nodes a call goes to: the homes of each segment, then the next in order; or all of them.
+
+Readers look at a segment's homes in order, then further; of a segment that is hot they begin at one
+of its copies, by chance. Writers and claimants go to the first home that takes anything new.
 
 It joins placement (pure) with the links, and knows nothing of what is asked.
 """
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
@@ -13,21 +17,25 @@ import anyio
 import anyio.abc
 
 from kvass.common.errors import Invalid, KvassError
-from kvass.common.keys import Chain
 from kvass.common.transport.endpoints import Endpoints
 from kvass.common.wire import Message, Request
 from kvass.kvstore.links import CLEAN_UP_S, Dialer, NodeLink
-from kvass.kvstore.placement import StoreNode, order
+from kvass.kvstore.messages import Named
+from kvass.kvstore.placement import Placement, StoreNode
 
 R = TypeVar("R", bound=Message)
 Ask = Callable[[NodeLink, list[int]], Coroutine[Any, Any, None]]
 Tried = set[tuple[bytes, str]]  # (segment key, member id)
 
-NODES_TRIED = 2  # a segment's home and the next: where it was before the last node came or went
+# Beyond its copies, one node more is looked at: where one was before the last node came or went.
+NODES_BEYOND = 1
+HOT_S = 10.0  # how long a node's word that a segment is hot is good for; it repeats it at each read
+HOT_MAX = 4096  # segments
 
 
 class Router:
-    """Mutable fields: `_links` by member id, `_nodes`. Connections live in `tasks`."""
+    """Mutable fields: `_links` by member id, `_readable` and `_writable` nodes, `_hot` (copies, and
+    until when, by segment), `_chance`. Connections live in `tasks`."""
 
     def __init__(
         self,
@@ -43,11 +51,15 @@ class Router:
         self._counts = counts
         self._now_s = now_s
         self._links: dict[str, NodeLink] = {}
-        self._nodes: list[StoreNode] = []
+        self._readable = self._writable = Placement([])
+        self._hot: dict[bytes, tuple[int, float]] = {}
+        self._chance = random.Random(0)  # not turns: a lookup and its pull would fall into step
 
     def set_nodes(self, nodes: Sequence[StoreNode]) -> None:
         """Use these nodes from now on; what is in flight to others goes on."""
-        before, self._nodes = self._links, list(nodes)
+        before = self._links
+        self._readable = Placement(nodes)
+        self._writable = Placement(node for node in nodes if not node.draining)
         self._links = {}
         for node in nodes:
             link = before.get(node.member_id)
@@ -68,34 +80,57 @@ class Router:
         """Return the nodes in use."""
         return list(self._links.values())
 
-    def plan(self, chain: Chain, indices: Iterable[int], tried: Tried) -> dict[NodeLink, list[int]]:
+    def note_hot(self, hot: Iterable[tuple[bytes, int]]) -> None:
+        """A node says over how many nodes the readers of segments shall spread."""
+        for segment, copies in hot:
+            self._hot.pop(segment, None)
+            self._hot[segment] = (copies, self._now_s() + HOT_S)
+        while len(self._hot) > HOT_MAX:
+            del self._hot[next(iter(self._hot))]
+
+    def plan(
+        self, chain: Named, indices: Iterable[int], tried: Tried, *, writing: bool = False
+    ) -> dict[NodeLink, list[int]]:
         """Give each block to the first node of its segment's order that is usable and was not
         tried."""
         plan: dict[NodeLink, list[int]] = {}
-        homes: dict[bytes, NodeLink | None] = {}
+        chosen: dict[bytes, NodeLink | None] = {}
         for index in sorted(indices):
             segment = chain.segment_key(index)
-            if segment not in homes:
-                homes[segment] = self.home(segment, tried)
-            link = homes[segment]
+            if segment not in chosen:
+                chosen[segment] = self.first(segment, tried, writing=writing)
+            link = chosen[segment]
             if link is not None:
                 tried.add((segment, link.node.member_id))
                 plan.setdefault(link, []).append(index)
         return plan
 
-    def home(self, segment: bytes, tried: Tried) -> NodeLink | None:
-        for node in order(segment, self._nodes):
+    def first(self, segment: bytes, tried: Tried, *, writing: bool = False) -> NodeLink | None:
+        """Return the node to go to for a segment; None when there is none left."""
+        spread = not writing and all(segment != other for other, _ in tried)
+        for node in self._looked_at(segment, writing=writing, spread=spread):
             link = self._links[node.member_id]
             if link.usable and (segment, node.member_id) not in tried:
                 return link
         return None
 
+    def _looked_at(self, segment: bytes, *, writing: bool, spread: bool) -> list[StoreNode]:
+        place = self._writable if writing else self._readable
+        nodes = place.looked_at(segment, place.copies, NODES_BEYOND)
+        copies, ends_s = self._hot.get(segment, (1, 0.0))
+        if spread and copies > 1 and self._now_s() < ends_s:
+            begun = self._chance.choice(place.homes(segment, copies))
+            nodes = [begun, *(node for node in nodes if node is not begun)]
+        return nodes
+
     async def everywhere(
         self,
-        chain: Chain,
+        chain: Named,
         wanted: set[int],
         ask: Callable[[NodeLink, list[int], float], Awaitable[set[int]]],
         deadline_s: float,
+        *,
+        writing: bool = False,
     ) -> set[int]:
         """Ask all blocks' nodes at once, then the next ones for what was not answered.
 
@@ -111,8 +146,8 @@ class Router:
             except KvassError:
                 self._counts["unanswered"] += len(indices)
 
-        for _ in range(NODES_TRIED):
-            plan = self.plan(chain, wanted - settled, tried)
+        for _ in range(self._readable.copies + NODES_BEYOND):
+            plan = self.plan(chain, wanted - settled, tried, writing=writing)
             if not plan or self._now_s() >= ends_s:
                 break
             await _together(one, plan)
@@ -135,6 +170,10 @@ class Router:
             for link in self.links():
                 tasks.start_soon(one, link)
         return replies, failures
+
+    def tell_later(self, link: NodeLink, request: Request[R]) -> None:
+        """Tell a node something that nobody waits for."""
+        self._tasks.start_soon(link.tell, request)
 
     async def tell_all(self, request: Request[R]) -> None:
         """Tell every usable node; shielded and short, since this is how callers clean up."""

@@ -2,27 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+import gc
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from pathlib import Path
 
 import anyio
 import anyio.abc
 
-from kvass.common.bus import Command
+from kvass.common import metrics
+from kvass.common.bus import check_name
 from kvass.common.clock import LoopClock
-from kvass.common.config import Config, StoreConfig
-from kvass.common.errors import Invalid
+from kvass.common.config import DEFAULT_BROKER, Config, StoreConfig
+from kvass.common.errors import Invalid, Unavailable
 from kvass.common.executor import ThreadExecutor
-from kvass.common.member import Member
+from kvass.common.member import GOODBYE_S, LOAD_INTERVAL_S, Member
+from kvass.common.rpc.credentials import credentials_of
+from kvass.common.rpc.dial import Dialer
 from kvass.common.rpc.hello import Hello
 from kvass.common.rpc.server import Server, accept, listen
-from kvass.common.transport.identity import Identity
+from kvass.common.seal import Command
+from kvass.common.transport.identity import Identity, own_identity
 from kvass.common.transport.nixl import open_endpoints
+from kvass.common.wire import Tags
+from kvass.kvstore import messages as m
+from kvass.kvstore.eviction import ChainLru, Eviction
+from kvass.kvstore.flash.appender import DEPTH as WRITES
+from kvass.kvstore.flash.disk import RealDisk
+from kvass.kvstore.flash.log import FlashLog, LogSettings
 from kvass.kvstore.index import Index, Limits
 from kvass.kvstore.node import Node
 from kvass.kvstore.observe import Observer
+from kvass.kvstore.placement import StoreNode, nodes_of
+from kvass.kvstore.reuse_eviction import ReuseEviction
+from kvass.kvstore.router import Router
+from kvass.kvstore.shares import Allotments
 from kvass.kvstore.slab import Slab
 
+_log = logging.getLogger(__name__)
+
+# Python's full collections walk every object: a quarter of a second at 300,000 blocks, in which no
+# lease is given and no call answered. An index has no cycles to collect, and what makes some
+# (exceptions with their frames) dies young.
+GC_THRESHOLDS = (50_000, 50, 1 << 30)
+_POLICIES: dict[str, Callable[[], Eviction]] = {"reuse": ReuseEviction, "lru": ChainLru}
+FLASH_READERS = 8  # reads in flight: one alone leaves a disk idle most of the time
 COPY_THREADS = 2  # hashing and copying beside the mover thread's reads; more only takes cores
 
 
@@ -33,6 +60,12 @@ async def serve(
     task_status: anyio.abc.TaskStatus[str] = anyio.TASK_STATUS_IGNORED,
 ) -> None:
     """Run a store node until cancelled; starts with its RPC address. It serves any model."""
+    gc.set_threshold(*GC_THRESHOLDS)
+    if config.store.standalone:
+        await _serve_alone(config, member_id, task_status)
+        return
+    if not config.cluster.broker:
+        _log.info("no broker is named: joining at %s; --standalone needs none", DEFAULT_BROKER)
     member = Member(
         config,
         role="store",
@@ -43,10 +76,48 @@ async def serve(
     )
     observer = Observer(member.registry)
     async with open_node(config, member.hello) as (node, address), member:
-        details = {"capacity_bytes": config.store.slab_bytes}
+        node.watch(observer.moved)
+        details = {"capacity_bytes": config.store.slab_bytes, "replicas": config.store.replicas}
         await member.announce(address, details=details)
         task_status.started(address)
-        await anyio.sleep_forever()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(member.follow, "store", lambda peers: node.set_nodes(nodes_of(peers)))
+            await node.draining()
+            await member.announce(address, details={**details, "draining": 1})
+            await node.drained()
+            await member.announce(address, state="draining")
+            await anyio.sleep_forever()
+
+
+async def _serve_alone(
+    config: Config, member_id: str, task_status: anyio.abc.TaskStatus[str]
+) -> None:
+    """Run a node that belongs to no cluster: whoever knows its address and its secret uses it."""
+    who = own_identity()
+    name = check_name(member_id, "member id")
+    hello = Hello("store", name, who.host_id, who.start_id, who.pid, {})
+    registry = metrics.new_registry()
+    observer = Observer(registry)
+    async with open_node(config, hello) as (node, address):
+        endpoint = metrics.serve(config.host, registry)
+        node.watch(observer.moved)
+        try:
+            node.set_nodes([StoreNode(name, address, config.store.slab_bytes, who.host_id)])
+            _log.info(
+                "%s runs by itself: clients name %s, and need the secret from %s; metrics at "
+                "http://%s/metrics",
+                name,
+                address,
+                credentials_of(config.cluster).secret.source,
+                endpoint.address,
+            )
+            task_status.started(address)
+            while True:
+                _observed(node, observer)
+                await anyio.sleep(LOAD_INTERVAL_S)
+        finally:
+            with anyio.move_on_after(GOODBYE_S, shield=True):
+                await endpoint.close()
 
 
 @asynccontextmanager
@@ -60,18 +131,48 @@ async def open_node(config: Config, hello: Hello) -> AsyncIterator[tuple[Node, s
         stack.callback(endpoints.close)
         executor = ThreadExecutor("kvass-copy", COPY_THREADS)
         stack.callback(executor.close)
-        index = Index(slab.size, _limits(config.store, hello.start_id))
-        node = Node(index, slab, endpoints, executor, LoopClock())
-        server = Server(hello, node.handlers(), on_leave=node.on_leave)
-        listener, address = await listen(config.host)
+        policy = _POLICIES[config.store.eviction]
+        index = Index(slab.size, _limits(config.store, hello.start_id), policy)
+        index.ledger.copy_bytes = slab.copy
+        listener, address = await listen(config.host, config.store.port)
         await stack.enter_async_context(listener)
         tasks = await stack.enter_async_context(anyio.create_task_group())
+        clock = LoopClock()
+        credentials = credentials_of(config.cluster)
+        dialer = Dialer(tasks, hello, Tags(m.STORE_REPLIES), credentials)
+        router = Router(tasks, dialer, endpoints, Counter(), clock.now_s)
+        node = Node(
+            hello.member_id, index, slab, endpoints, executor, clock, router, tasks,
+            scrub_s=config.store.scrub_s,
+        )  # fmt: skip
+        flash = stack.enter_context(ExitStack())
+        _open_flash(config.store, node, flash)
+        server = Server(hello, node.handlers(), credentials, on_leave=node.on_leave)
         tasks.start_soon(node.run)
         tasks.start_soon(accept, listener, server.serve_connection)
         try:
             yield node, address
         finally:
             tasks.cancel_scope.cancel()
+
+
+def _open_flash(store: StoreConfig, node: Node, stack: ExitStack) -> None:
+    """Give the node its second tier; where the disk refuses, say so and go on without."""
+    if not store.flash_dir:
+        return
+    settings = LogSettings(store.flash_bytes, store.flash_segment_bytes, store.flash_unsynced_bytes)
+    writes = stack.enter_context(ThreadPoolExecutor(WRITES, thread_name_prefix="kvass-flash"))
+    try:
+        log = FlashLog(RealDisk(Path(store.flash_dir)), settings, writes)
+    except Unavailable as error:
+        _log.error("%s: the node runs without flash", error)
+        return
+    stack.callback(log.close)
+    writer, readers = ThreadExecutor("kvass-sink"), ThreadExecutor("kvass-rise", FLASH_READERS)
+    stack.callback(readers.close)
+    stack.callback(writer.close)
+    _log.info("flash: %d blocks in %s", len(log.catalog), store.flash_dir)
+    node.add_flash(log, writer, readers)
 
 
 def _limits(store: StoreConfig, epoch: str) -> Limits:
@@ -81,6 +182,7 @@ def _limits(store: StoreConfig, epoch: str) -> Limits:
         hold_s=store.hold_s,
         hold_share=store.hold_share,
         quarantine_share=store.quarantine_share,
+        allotments=Allotments(store.tenant_quota, store.tenant_quotas, store.tenant_weights),
     )
 
 
@@ -88,6 +190,7 @@ def _observed(node: Node, observer: Observer) -> dict[str, int | float | str]:
     """Return the node's load: its counts, shown as metrics too."""
     counts = node.counts()
     observer.update(counts)
+    observer.show_tenants(node.tenants())
     return dict(counts)
 
 

@@ -42,6 +42,10 @@ class Slab:
         """Return what transports register."""
         return Region(self.address, self.size)
 
+    def copy(self, source: int, target: int, size: int) -> None:
+        """Copy bytes from one offset to another; the two may overlap."""
+        ctypes.memmove(self.address + target, self.address + source, size)
+
     def close(self) -> None:
         """Give the memory back."""
         self.view.release()

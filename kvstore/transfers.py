@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import anyio
 import anyio.abc
 import numpy as np
 from numpy.typing import NDArray
 
-from kvass.common.block import BlockLayout
+from kvass.common.errors import KvassError
 from kvass.common.executor import Executor
 from kvass.common.transport.endpoints import Endpoints
 from kvass.kvstore import messages as m
@@ -23,17 +25,62 @@ from kvass.kvstore.checksum import sums
 # One call's bytes over TCP: some milliseconds, and a landing memory of the default size holds four.
 TCP_BATCH_BYTES = 16 << 20
 LANDING_SHARE = 4  # no batch takes more than this part of the landing memory
+# Batches of one transfer under way at once, where one's bytes move while another's are checked.
+# Over TCP 3 are 1.3 to 1.9 times as fast as 1 (blocks of 512 KiB and 2 MiB, two cores). A get on
+# the same host is one call's work on one core: a second only takes turns with it.
+TCP_LANES = 3
 TRANSFER_S = 10.0  # of one batch: bounds what a hanging peer can hold up
+
+
+class Slots(Protocol):
+    """Bytes by slot."""
+
+    def __getitem__(self, slot: int, /) -> NDArray[np.uint8]: ...
 
 
 class BlockMemory(Protocol):
     """What `common.pool.memory.SlotMemory` is, without torch."""
 
-    address: int
-    size: int
-    array: NDArray[np.uint8]
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def array(self) -> Slots: ...
 
     def address_of(self, slot: int) -> int: ...
+
+
+class BlockShape(Protocol):
+    """What moving a block needs to know of its layout: `common.block.BlockLayout` knows more."""
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def head_groups(self) -> int: ...
+
+    @property
+    def group_size(self) -> int: ...
+
+    def group_offset(self, group: int) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlainShape:
+    """A block of so many equal head groups, one after the other; of what is in them nothing."""
+
+    block_size: int
+    head_groups: int = 1
+
+    @property
+    def group_size(self) -> int:
+        return self.block_size // self.head_groups
+
+    def group_offset(self, group: int) -> int:
+        return group * self.group_size
 
 
 class Transfers:
@@ -46,7 +93,7 @@ class Transfers:
     def __init__(
         self,
         memory: BlockMemory,
-        layout: BlockLayout,
+        layout: BlockShape,
         groups: range,
         endpoints: Endpoints,
         executor: Executor,
@@ -77,6 +124,36 @@ class Transfers:
         """Return the checksums of each slot's share. Blocking: run it in the executor."""
         array, count = self.memory.array, len(self.groups)
         return [sums(array[slot], self.start, self.group_size, count) for slot in slots]
+
+    async def in_lanes(
+        self,
+        indices: Sequence[int],
+        move: Callable[[Sequence[int]], Awaitable[None]],
+        *,
+        landed: bool,
+    ) -> None:
+        """Move blocks batch by batch, over TCP several at once; raises the first KvassError, when
+        none of them is under way any more."""
+        batches = self.batches(indices, landed=landed)
+        failures: list[KvassError] = []
+
+        async def lane() -> None:
+            for batch in batches:
+                try:
+                    await move(batch)
+                except KvassError as error:
+                    failures.append(error)
+                if failures:
+                    return
+
+        if not landed or len(indices) <= 1:
+            await lane()
+        else:
+            async with anyio.create_task_group() as tasks:
+                for _ in range(TCP_LANES):
+                    tasks.start_soon(lane)
+        if failures:
+            raise failures[0]
 
     def batches(self, indices: Sequence[int], *, landed: bool) -> Iterator[Sequence[int]]:
         """Cut blocks into what one call moves, by way of a landing memory or not."""

@@ -25,10 +25,12 @@ from kvass.common.rpc.dial import Dialer
 from kvass.common.rpc.hello import Hello
 from kvass.common.rpc.server import Call, Handler, Server, listen
 from kvass.common.wire import Delta, Done, Generate, Prefill, PrefillOver, PrefillProgress, Range
+from kvass.gateway.api_keys import ApiKeys
 from kvass.gateway.ask import Served
 from kvass.gateway.fleet import Admission, Fleet
 from kvass.gateway.routes import create_app
 from kvass.gateway.server import HttpServer, bind
+from trust import CREDENTIALS
 
 MODEL = "bytes"
 BLOCK_TOKENS = 4
@@ -91,7 +93,7 @@ class ScriptedWorker:
             Prefill: self._prefill,
             PrefillOver: self._prefill_over,
         }
-        server = Server(self.hello, handlers)
+        server = Server(self.hello, handlers, CREDENTIALS)
         listener, self.address = await listen("127.0.0.1")
         with self.scope:
             async with listener:
@@ -288,7 +290,7 @@ async def a_stage(
         fleet = Fleet(
             served=served(),
             members=members,
-            dialer=Dialer(tasks, hello("gateway", 0), wire.Tags(wire.WORKER_REPLIES)),
+            dialer=Dialer(tasks, hello("gateway", 0), wire.Tags(wire.WORKER_REPLIES), CREDENTIALS),
             store=store,
             metrics=RequestMetrics(registry),
             config=config or GatewayConfig(prefill_tokens_min=8, body_bytes_max=20_000),
@@ -318,12 +320,13 @@ async def a_gateway(
     prefills: int = 0,
     choices_max: int = 64,
     config: GatewayConfig | None = None,
+    keys: ApiKeys | None = None,
 ) -> AsyncIterator[Stage]:
     """The same behind a real HTTP server on loopback."""
     async with a_stage(
         decodes=decodes, prefills=prefills, choices_max=choices_max, config=config
     ) as stage:
-        app = create_app(stage.fleet, stage.registry, cluster_name="test")
+        app = create_app(stage.fleet, stage.registry, cluster_name="test", keys=keys)
         stage.server = HttpServer(app, grace_s=2)
         with bind("127.0.0.1", 0) as bound:
             stage.tasks.start_soon(stage.server.run_on, bound)

@@ -11,10 +11,12 @@ import anyio.abc
 
 from kvass.common import errors, wire
 from kvass.common.rpc.client import Client
+from kvass.common.rpc.credentials import Credentials
 from kvass.common.rpc.dial import Dialer
 from kvass.common.rpc.hello import Hello
 from kvass.common.rpc.server import Call, Handler, Server, listen
 from kvass.common.wire import Message
+from trust import CREDENTIALS
 
 REPLIES = wire.Tags(wire.WORKER_REPLIES)
 CLUSTER: dict[str, str | int] = {"block_tokens": 16, "kv_dtype": "fp8"}
@@ -32,6 +34,7 @@ class Worker:
     sent: int = 0
     left: list[str] = field(default_factory=list)
     address: str = ""
+    credentials: Credentials = CREDENTIALS
 
     async def over(self, call: Call) -> Message:
         assert isinstance(call.request, wire.PrefillOver)
@@ -76,7 +79,7 @@ class Worker:
             wire.PrefillOver: self.over,
             wire.Generate: self.generate,
         }
-        return Server(ours, handlers, on_leave=self.leave)
+        return Server(ours, handlers, self.credentials, on_leave=self.leave)
 
 
 def generate(count: int, request_id: str = "r") -> wire.Generate:
@@ -91,8 +94,11 @@ def generate(count: int, request_id: str = "r") -> wire.Generate:
 
 
 @asynccontextmanager
-async def serving(ours: Hello | None = None) -> AsyncIterator[Worker]:
+async def serving(
+    ours: Hello | None = None, credentials: Credentials = CREDENTIALS
+) -> AsyncIterator[Worker]:
     worker = Worker()
+    worker.credentials = credentials
     listener, worker.address = await listen("127.0.0.1")
     async with listener, anyio.create_task_group() as tasks:
         tasks.start_soon(listener.serve, worker.server(ours or hello()).serve_connection)
@@ -102,10 +108,10 @@ async def serving(ours: Hello | None = None) -> AsyncIterator[Worker]:
 
 @asynccontextmanager
 async def connected(
-    worker: Worker, ours: Hello | None = None
+    worker: Worker, ours: Hello | None = None, credentials: Credentials = CREDENTIALS
 ) -> AsyncIterator[tuple[Client, anyio.abc.TaskGroup]]:
     async with anyio.create_task_group() as tasks:
-        dialer = Dialer(tasks, ours or hello("gateway"), REPLIES)
+        dialer = Dialer(tasks, ours or hello("gateway"), REPLIES, credentials)
         yield await dialer.client(worker.address), tasks
         await dialer.hang_up(worker.address)
 

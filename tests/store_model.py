@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
 from kvass.common.block import BlockHeader
 from kvass.kvstore.index import Index, Limits
-from kvass.kvstore.puts import PutOrder
+from kvass.kvstore.leases import Lease
+from kvass.kvstore.puts import Move, PutOrder
 
 SPACE = b"n" * 32
 GROUPS = 2
@@ -12,6 +17,16 @@ SIZES = {0: 128, 1: 128, 2: 320, 3: 128}  # by chain: two models share the slab
 SLAB = 12 * 128
 CLAIM_S, HOLD_S, PUT_S = 2.0, 30.0, 5.0
 SESSIONS = ("s0", "s1", "s2")
+
+
+@dataclass(eq=False)
+class Moving:
+    """A transfer in flight, and the tokens that it owns until it ends. `life`: the node's start
+    that it belongs to."""
+
+    move: Move
+    places: list[int]
+    life: int
 
 
 def key_of(chain: int, index: int) -> bytes:
@@ -25,6 +40,13 @@ def space_of(chain: int) -> bytes:
     return (b"m" if chain == 2 else b"n") * 32
 
 
+def tenant_of(chain: int, index: int) -> str:
+    """What chains 0 and 1 share is public; chain 2 is another tenant's than the rest."""
+    if chain == 2:
+        return "b"
+    return "" if chain in (0, 1) and index < 2 else "a"
+
+
 def header_of(chain: int, index: int, writer: str = "w") -> BlockHeader:
     return BlockHeader(
         key=key_of(chain, index),
@@ -32,7 +54,7 @@ def header_of(chain: int, index: int, writer: str = "w") -> BlockHeader:
         segment_key=key_of(chain, 0),
         index=index,
         namespace=space_of(chain),
-        tenant=f"t{chain}",
+        tenant=tenant_of(chain, index),
         writer=writer,
         token_count=4,
         length=SIZES[chain],
@@ -67,10 +89,29 @@ def store(index: Index, chain: int, indices: range, *, now_s: float = 0.0, hold:
     order = order_of(chain, indices, now_s=now_s, hold=hold)
     assert set(index.put_begin(order, now_s)) == {"granted"}
     for header in order.headers:
-        move = index.begin_move("p", "s0", header.key, now_s)
+        move = index.begin_moves("p", "s0", [header.key], now_s)[0]
         assert move is not None
-        assert index.end_move(move, (1, 2), now_s)
+        assert index.end_move(move, (1, 2))
 
 
-def new_index(epoch: str = "e1", **limits: float) -> Index:
+def new_index(epoch: str = "e1", **limits: Any) -> Index:
     return Index(SLAB, Limits(epoch=epoch, claim_s=CLAIM_S, hold_s=HOLD_S, **limits))
+
+
+def copier(
+    memory: dict[int, object],
+    expected: Mapping[int, object],
+    held: Callable[[], Mapping[str, Lease]],
+) -> Callable[[int, int, int], None]:
+    """Return what moves a block in a model's slab: nobody may read it there, and nothing land where
+    it goes."""
+
+    def copy_bytes(source: int, target: int, size: int) -> None:
+        leased = [entry for lease in held().values() for entry in lease.entries]
+        read = {entry.slot.offset for entry in leased if entry.leases}
+        assert source not in read, "a leased block was moved"
+        assert not any(target <= place < target + size for place in expected)
+        places = [place for place in memory if source <= place < source + size]
+        memory.update({place - source + target: memory[place] for place in places})
+
+    return copy_bytes

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-PROGRAMS = sorted(path for path in BENCHMARKS.glob("*.py") if path.name != "rig.py")
+PROGRAMS = sorted(path for path in BENCHMARKS.glob("*.py") if not path.name.startswith("rig"))
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)

@@ -57,8 +57,8 @@ def port() -> int:
         (("gateway",), ("--host", "--port", "--broker")),
         (("prefill",), ("--pool-share", "--chunk-tokens", "--id")),
         (("decode",), ("--pool-share", "--model", "--set")),
-        (("store",), ("--slab-bytes", "--broker", "--config")),
-        (("status",), ("--url",)),
+        (("store",), ("--slab-bytes", "--broker", "--config", "--standalone", "--port")),
+        (("status",), ("--url", "--store", "--node", "--json")),
     ],
 )
 def test_help_names_what_can_be_set(command: tuple[str, ...], words: tuple[str, ...]) -> None:
@@ -71,7 +71,7 @@ def test_help_names_what_can_be_set(command: tuple[str, ...], words: tuple[str, 
     ("arguments", "words"),
     [
         (("up", "--kv-dtype", "fp4"), "cluster.kv_dtype"),
-        (("store", "--set", "store.hold=1"), "no setting store.hold; store has slab_bytes, hold_"),
+        (("store", "--set", "store.hold=1"), "no setting store.hold; store has slab_bytes, "),
         (("store", "--slab-bytes", "much"), "store.slab_bytes is 'much'; expected bytes"),
         (("store", "--host", "203.0.113.9"), "203.0.113.9: it is no address of this host"),
         (("prefill", "--host", "203.0.113.9"), "(setting host)"),
@@ -79,6 +79,8 @@ def test_help_names_what_can_be_set(command: tuple[str, ...], words: tuple[str, 
         (("gateway", "--set", "host=203.0.113.9"), "(setting host)"),
         (("up", "--set", "host=203.0.113.9"), "(setting host)"),
         (("up", "--host", "203.0.113.9"), "(setting gateway.host)"),
+        (("store", "--set", "store.port=70000"), "store.port is 70000; expected 0 to 65535"),
+        (("store", "--set", "store.scrub_s=-1"), "store.scrub_s is -1.0; expected seconds"),
         (("store", "--broker", "mqtt://127.0.0.1:1"), "without a scheme"),
         (("store", "--broker", "nowhere"), "cluster.broker is 'nowhere'; expected host:port"),
         (("store", "--id", "a/b", "--broker", "127.0.0.1:1"), "member id is 'a/b'"),
@@ -184,6 +186,24 @@ def test_status_is_a_table() -> None:
         "no prefill worker is ready",
     ):
         assert word in text
+
+
+def test_status_of_the_store_says_who_is_well_and_exits_by_it() -> None:
+    with answering(200, json.dumps(CLUSTER).encode()) as url:
+        text = kvass("status", "--store", "--url", url)
+        assert "1 store node, 1 well" in text and "store-7" in text
+        members = json.loads(kvass("status", "--json", "--url", url))["members"]
+        assert [each["id"] for each in members] == ["g-0", "d-0"]
+    silent = {"role": "store", "id": "store-9", "state": "ready"}
+    ill = CLUSTER | {"members": [silent]}
+    with answering(200, json.dumps(ill).encode()) as url:
+        text = kvass("status", "--store", "--url", url, code=1)
+        assert "store-9 does not answer" in text and "store-7 does" not in text
+        nodes = json.loads(kvass("status", "--store", "--json", "--url", url, code=1))
+        assert {each["id"]: each["is"] for each in nodes} == {
+            "store-7": "well",
+            "store-9": "silent",
+        }
 
 
 @pytest.mark.parametrize("text", ["127.0.0.1:9", "http://127.0.0.1:9/", "127.0.0.1:9/v1/"])

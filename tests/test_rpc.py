@@ -21,6 +21,7 @@ from kvass.common.rpc.dial import Dialer
 from kvass.common.rpc.hello import Hello
 from kvass.common.rpc.server import listen
 from rpc_stage import CLUSTER, REPLIES, connected, dialled, generate, hello, over, serving, until
+from trust import CREDENTIALS
 
 pytestmark = pytest.mark.anyio
 
@@ -97,7 +98,7 @@ async def test_cancelling_a_call_cancels_at_the_peer() -> None:
 
 async def test_leaving_a_stream_early_cancels_at_the_peer() -> None:
     async with serving() as worker, connected(worker) as (client, _):
-        async with client.stream(generate(10**9), deadline_s=5) as deltas:
+        async with client.stream(generate(10**7), deadline_s=5) as deltas:
             async for delta in deltas:
                 assert delta.token_ids == (0,)
                 break
@@ -106,7 +107,7 @@ async def test_leaving_a_stream_early_cancels_at_the_peer() -> None:
 
 async def test_a_slow_reader_loses_its_own_stream_only() -> None:
     async with serving() as worker, connected(worker) as (client, _):
-        async with client.stream(generate(10**9, "slow"), deadline_s=5) as deltas:
+        async with client.stream(generate(10**7, "slow"), deadline_s=5) as deltas:
             await until(lambda: worker.sent > 2 * ITEMS_BUFFERED)
             assert await over(client, "quick") == wire.Done()
             read = 0
@@ -139,7 +140,7 @@ async def test_a_lost_connection_fails_its_calls_and_cancels_its_handlers() -> N
 
 async def test_a_dialer_opens_a_new_connection_after_a_lost_one() -> None:
     async with serving() as worker, anyio.create_task_group() as tasks:
-        dialer = Dialer(tasks, hello("gateway"), REPLIES)
+        dialer = Dialer(tasks, hello("gateway"), REPLIES, CREDENTIALS)
         first = await dialer.client(worker.address)
         assert await dialer.client(worker.address) is first
         await first.close()
@@ -161,7 +162,7 @@ async def test_members_that_disagree_are_refused_with_the_field(theirs: Hello, n
     async with serving(theirs) as worker:
         stream = await dialled(worker)
         with pytest.raises(errors.Incompatible) as caught:
-            await open_client(stream, hello("gateway"), REPLIES)
+            await open_client(stream, hello("gateway"), REPLIES, CREDENTIALS)
         assert caught.value.field == name
         assert "decode d" in str(caught.value)
 
@@ -211,7 +212,7 @@ async def test_nobody_there() -> None:
         with pytest.raises(errors.Unavailable):
             async with anyio.create_task_group() as tasks:
                 try:
-                    await Dialer(tasks, hello(), REPLIES).client(where)
+                    await Dialer(tasks, hello(), REPLIES, CREDENTIALS).client(where)
                 except errors.Unavailable as error:
                     caught = error
                     tasks.cancel_scope.cancel()

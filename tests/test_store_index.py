@@ -60,8 +60,8 @@ def test_of_two_writers_the_first_commit_wins() -> None:
     index = new_index()
     assert index.put_begin(order_of(0, range(1), put_id="p"), 0.0) == ["granted"]
     assert index.put_begin(order_of(0, range(1), put_id="q", session="s1"), 0.0) == ["busy"]
-    move = index.begin_move("p", "s0", key_of(0, 0), 0.0)
-    assert move is not None and index.end_move(move, (1, 2), 0.0)
+    move = index.begin_moves("p", "s0", [key_of(0, 0)], 0.0)[0]
+    assert move is not None and index.end_move(move, (1, 2))
     assert index.put_begin(order_of(0, range(1), put_id="q", session="s1"), 0.0) == ["visible"]
 
 
@@ -71,8 +71,8 @@ def test_a_block_is_visible_when_every_head_group_is_in() -> None:
         order = order_of(0, range(1), put_id=put_id, groups=range(group, group + 1))
         assert index.put_begin(order, 0.0) == ["granted"]
         assert index.lookup([key_of(0, 0)], 0.0) == [False]
-        move = index.begin_move(put_id, "s0", key_of(0, 0), 0.0)
-        assert move is not None and index.end_move(move, (10 + group,), 0.0)
+        move = index.begin_moves(put_id, "s0", [key_of(0, 0)], 0.0)[0]
+        assert move is not None and index.end_move(move, (10 + group,))
     entry = index.ledger.visible(key_of(0, 0))
     assert entry is not None and entry.header.checksums == (10, 11)
 
@@ -80,8 +80,8 @@ def test_a_block_is_visible_when_every_head_group_is_in() -> None:
 def test_half_a_block_is_given_up_at_its_deadline() -> None:
     index = new_index()
     index.put_begin(order_of(0, range(1), groups=range(1)), 0.0)
-    move = index.begin_move("p", "s0", key_of(0, 0), 0.0)
-    assert move is not None and index.end_move(move, (1,), 0.0)
+    move = index.begin_moves("p", "s0", [key_of(0, 0)], 0.0)[0]
+    assert move is not None and index.end_move(move, (1,))
     index.leave("s0", 1.0)  # what is in stays: another writer may bring the rest
     assert index.counts()["writing_blocks"] == 1
     index.expire(PUT_S)
@@ -105,3 +105,27 @@ def test_a_lease_of_an_earlier_start_is_not_held() -> None:
     assert not now.get_renew(old.lease_id, 1.1)
     assert not now.get_end(old.lease_id, 1.1)
     assert now.get_end(new.lease_id, 1.2)
+
+
+def test_blocks_are_moved_together_for_a_larger_one_but_not_while_they_are_read() -> None:
+    for leased in (None, 4):
+        index = new_index()
+        moved: list[tuple[int, int, int]] = []
+        index.ledger.copy_bytes = lambda *copy, moved=moved: moved.append(copy)
+        store(index, 0, range(6))
+        store(index, 3, range(6))
+        before = {key: entry.slot.offset for key, entry in index.ledger.entries.items()}
+        if leased is not None:
+            assert index.get_begin([key_of(0, leased)], SIZES[0], GROUPS, 0.0) is not None
+        gone = {key_of(0, i) for i in (1, 3, 5)}
+        index.drop(lambda header, gone=gone: header.key in gone, 0.0)  # type: ignore[misc]
+        assert index.put_begin(order_of(2, range(1)), 0.0) == ["granted"]
+        index.ledger.check()
+        now = {key: entry.slot.offset for key, entry in index.ledger.entries.items()}
+        others = [key for key in before if key in now]
+        if leased is None:
+            assert index.counts()["evictions"] == 0 and index.counts()["relocated"] == 2
+            changed = {(before[key], now[key]) for key in others if before[key] != now[key]}
+            assert {(source, target) for source, target, _ in moved} == changed
+        else:
+            assert now[key_of(0, leased)] == before[key_of(0, leased)]

@@ -1,4 +1,4 @@
-"""The store's index against a dumb model: any operation, abort, expiry and crash, in any order.
+"""The store's index against a dumb model: operations, faults and copies, in any order.
 
 The model keeps what a slab would hold: a token for each slot, written when a transfer starts
 and when it ends. So a slot that is reused too early, by whatever path, shows as a wrong token.
@@ -6,8 +6,8 @@ and when it ends. So a slot that is reused too early, by whatever path, shows as
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -22,9 +22,10 @@ from hypothesis.stateful import (
 )
 
 from kvass.common.block import BlockHeader
+from kvass.kvstore.fills import OWN_SESSION
 from kvass.kvstore.leases import Lease
 from kvass.kvstore.ledger import Entry
-from kvass.kvstore.puts import Move
+from store_draws import chains, groups, holds, ranges, readings, seldom, sessions
 from store_model import (
     CLAIM_S,
     GROUPS,
@@ -32,28 +33,14 @@ from store_model import (
     SESSIONS,
     SIZES,
     SLAB,
+    Moving,
+    copier,
     key_of,
     new_index,
     order_of,
     space_of,
+    tenant_of,
 )
-
-
-@dataclass(eq=False)
-class Moving:
-    """A transfer in flight, and the tokens that it owns until it ends. `life`: the node's start
-    that it belongs to."""
-
-    move: Move
-    places: list[int]
-    life: int
-
-
-ranges = st.builds(lambda a, n: range(a, min(a + n, 6)), st.integers(0, 5), st.integers(1, 4))
-chains = st.sampled_from([0, 1, 2])
-seldom = st.integers(0, 7)  # what ends a history that could grow, so that most do grow
-sessions = st.sampled_from(SESSIONS)
-groups = st.sampled_from([range(0, 2), range(0, 1), range(1, 2)])
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -62,6 +49,8 @@ class IndexMachine(RuleBasedStateMachine):
     moves = Bundle("moves")
     leases = Bundle("leases")
     puts = Bundle("puts")
+    fills = Bundle("fills")
+    limits: Mapping[str, object] = {}  # of the index; a subclass draws some
 
     @initialize()
     def start(self) -> None:
@@ -69,13 +58,15 @@ class IndexMachine(RuleBasedStateMachine):
         self.life = 0
         self.count = 0
         self.sessions: dict[str, str] = {}  # by put id
+        self.past: set[str] = set()  # leases of earlier starts
         self._begin_anew()
 
     def _begin_anew(self) -> None:
         self.life += 1
-        self.index = new_index(f"e{self.life}")
+        self.index = new_index(f"e{self.life}", **self.limits)
         self.memory: dict[int, object] = {}  # by byte offset of a head group: whose bytes
         self.expected: dict[int, object] = {}  # what transfers in flight own
+        self.index.ledger.copy_bytes = copier(self.memory, self.expected, lambda: self.held)
         self.claims: dict[bytes, tuple[str, float]] = {}
         self.held: dict[str, Lease] = {}
         self.holds: dict[str, tuple[float, set[bytes]]] = {}
@@ -112,14 +103,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.release_claims(owner, self.now_s)
         self.claims = {k: v for k, v in self.claims.items() if v[0] != owner}
 
-    @rule(
-        target=puts,
-        chain=chains,
-        indices=ranges,
-        session=sessions,
-        groups=groups,
-        hold=st.sampled_from(["", "", "", "j0", "j1", "j2", "j3"]),
-    )
+    @rule(target=puts, chain=chains, indices=ranges, session=sessions, groups=groups, hold=holds)
     def put_begin(
         self, chain: int, indices: range, session: str, groups: range, hold: str
     ) -> object:
@@ -129,16 +113,10 @@ class IndexMachine(RuleBasedStateMachine):
         self, chain: int, indices: range, session: str, groups: range, hold: str
     ) -> list[tuple[str, str, bytes]]:
         self.count += 1
-        self.sessions[f"p{self.count}"] = session
-        order = order_of(
-            chain,
-            indices,
-            put_id=f"p{self.count}",
-            session=session,
-            groups=groups,
-            now_s=self.now_s,
-            hold=hold,
-        )
+        put_id, now_s = f"p{self.count}", self.now_s
+        self.sessions[put_id] = session
+        whose = {"put_id": put_id, "session": session, "hold": hold}
+        order = order_of(chain, indices, groups=groups, now_s=now_s, **whose)
         verdicts = self.index.put_begin(order, self.now_s)
         assert not self.index.draining or "granted" not in verdicts, "a drained node took a put"
         again = self.index.put_begin(order, self.now_s)
@@ -156,10 +134,12 @@ class IndexMachine(RuleBasedStateMachine):
         return self._begin_move(put) or multiple()
 
     def _begin_move(self, put: tuple[str, str, bytes]) -> Moving | None:
-        move = self.index.begin_move(*put, self.now_s)
+        put_id, session, key = put
+        (move,) = self.index.begin_moves(put_id, session, [key], self.now_s)
         if move is None:
             return None
-        assert self.index.begin_move(*put, self.now_s) is None, "a commit that comes twice is none"
+        again = self.index.begin_moves(put_id, session, [key], self.now_s)
+        assert again == [None], "a commit that comes twice is none"
         size = move.entry.group_size
         places = [move.entry.slot.offset + g * size for g in move.groups]
         moving = Moving(move, places, self.life)
@@ -176,19 +156,36 @@ class IndexMachine(RuleBasedStateMachine):
             assert self.expected.pop(place) is moving
             assert self.memory[place] is moving, "a slot was reused while bytes moved into it"
             self.memory[place] = moving.move.entry.header.key  # the last byte lands only now
-        self.index.end_move(moving.move, (1,) * len(moving.places) if good else None, self.now_s)
+        self.index.end_move(moving.move, (1,) * len(moving.places) if good else None)
 
-    @rule(
-        chain=chains, indices=ranges, session=sessions, hold=st.sampled_from(["", "", "j0", "j2"])
-    )
-    def put_whole(self, chain: int, indices: range, session: str, hold: str) -> None:
-        """The ordinary case, so that what lies behind it is reached."""
+    @rule(chain=chains, indices=ranges, session=sessions, hold=holds, read=readings)
+    def put_whole(
+        self, chain: int, indices: range, session: str, hold: str, read: tuple[int, ...]
+    ) -> None:
+        """The ordinary case, so that what lies behind it is reached; while chains are `read`."""
+        for each in read:
+            self.get_begin(each, range(6))
         granted = self._put_begin(chain, indices, session, range(GROUPS), hold)
         self.nothing_protected_is_evicted_and_no_parent_before_its_children()
         for put in granted:
             moving = self._begin_move(put)
             assert moving is not None
             self.end_move(moving, good=True)
+
+    @rule(target=fills, chain=chains, indices=ranges)
+    def begin_fill(self, chain: int, indices: range) -> object:
+        """Copies come from another node: to this one, its writer is itself."""
+        granted = self._put_begin(chain, indices, OWN_SESSION, range(GROUPS), "")
+        moving = [self._begin_move(put) for put in granted]
+        assert None not in moving
+        return (granted[0][0], moving) if granted else multiple()
+
+    @rule(fill=consumes(fills), good=st.booleans())
+    def end_fill(self, fill: tuple[str, list[Moving]], good: bool) -> None:
+        for moving in fill[1]:
+            self.end_move(moving, good)
+        self.index.put_abort(fill[0], OWN_SESSION, self.now_s)
+        assert not self._promised() & {fill[0]}, "a fill that is over still holds places"
 
     @rule(put=puts)
     def abort(self, put: tuple[str, str, bytes]) -> None:
@@ -198,8 +195,8 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(session=sessions)
     def crash(self, session: str) -> None:
         self.index.leave(session, self.now_s)
-        left = {put_id for put_id, whose in self.sessions.items() if whose == session}
-        assert not self._promised() & left, "a dead writer still holds places"
+        left = self._promised() & self.sessions.keys()
+        assert all(self.sessions[put_id] != session for put_id in left), "a dead writer's puts"
 
     def _promised(self) -> set[str]:
         """Return the puts that somebody may still bring bytes for."""
@@ -211,6 +208,7 @@ class IndexMachine(RuleBasedStateMachine):
     def crash_of_the_node(self, one_in: int) -> None:
         """It starts anew with an empty slab: leases, claims, puts and holds of before are none."""
         if not one_in:
+            self.past |= self.held.keys()
             self._begin_anew()
 
     @rule(one_in=seldom)
@@ -274,7 +272,7 @@ class IndexMachine(RuleBasedStateMachine):
     def drop(self, chain: int, by: str) -> None:
         wanted = {
             "writer": SESSIONS[chain],
-            "tenant": f"t{chain}",
+            "tenant": tenant_of(chain, 5),
             "namespace": space_of(chain),
             "key": key_of(chain, 1),
         }[by]
@@ -314,6 +312,15 @@ class IndexMachine(RuleBasedStateMachine):
         counts = self.index.counts()
         states = ("free", "writing", "visible", "retired", "quarantined")
         assert sum(counts[f"{s}_bytes"] for s in states) == counts["total_bytes"]
+
+    @invariant()
+    def leases_are_counts_on_what_can_be_read(self) -> None:
+        leases = self.index.leases._leases
+        assert self.past.isdisjoint(leases), "a lease from before a restart is held"
+        counted = Counter(entry for lease in leases.values() for entry in lease.entries)
+        for entry in {*self.index.ledger.entries.values(), *self.index.ledger.gone}:
+            assert entry.leases == counted[entry], "a lease is counted twice, or not at all"
+            assert not entry.leases or entry.state in ("visible", "retired")
 
     @invariant()
     def a_block_that_is_written_has_a_writer(self) -> None:
@@ -366,7 +373,7 @@ class IndexMachine(RuleBasedStateMachine):
         """At rest nothing is left over: every slot is visible or free."""
         for moving in {id(m): m for m in self.expected.values()}.values():
             assert isinstance(moving, Moving) and moving.life == self.life
-            self.index.end_move(moving.move, None, self.now_s)
+            self.index.end_move(moving.move, None)
         self.index.expire(self.now_s + 1e6)
         counts = self.index.counts()
         for name in ("writing_bytes", "retired_bytes", "quarantined_bytes", "guarded_bytes"):

@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("common", "kvstore", "prefill", "decode", "gateway", "infra", "benchmarks", "tests")
+FOLDERS = (
+    "common",
+    "kvstore",
+    "prefill",
+    "decode",
+    "gateway",
+    "infra",
+    "benchmarks",
+    "examples",
+    "tests",
+)
 FILE_LINES_MAX = 400
 FUNCTION_LINES_MAX = 70
 BANNED_NAMES = re.compile(r"(manager|helper|handler|utils?|base)\w*$|^Base[A-Z]", re.IGNORECASE)

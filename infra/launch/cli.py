@@ -19,6 +19,30 @@ from kvass.common import config as configuration
 from kvass.common.config import Config
 from kvass.common.errors import KvassError
 from kvass.common.membership import Role
+from kvass.launch.drain import drain as drain_node
+from kvass.launch.drop import chosen
+from kvass.launch.drop import drop as drop_blocks
+from kvass.launch.look import show_store
+from kvass.launch.options import (
+    AsJson,
+    Broker,
+    ChunkTokens,
+    ConfigFile,
+    GatewayHost,
+    KvDtype,
+    MaxModelLen,
+    MemberHost,
+    MemberId,
+    Model,
+    NodePort,
+    PoolShare,
+    Port,
+    PrefixReuse,
+    Settings,
+    SlabBytes,
+    Standalone,
+    Supervised,
+)
 from kvass.launch.role import run_role
 from kvass.launch.status import show_status
 from kvass.launch.up import Counts, run_up, setting
@@ -31,148 +55,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-_MODEL = "What to serve"
-_MEMORY = "Memory and speed"
-_PLACE = "Where"
-_OTHER = "Configuration"
-
-Model = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        metavar="NAME|DIR",
-        help=f"{configuration.DEFAULT_MODEL} (fetched once), or a directory with config.json, "
-        "safetensors and tokenizer files.",
-        rich_help_panel=_MODEL,
-    ),
-]
-KvDtype = Annotated[
-    str | None,
-    typer.Option(
-        "--kv-dtype",
-        metavar="fp8|int8|bf16",
-        help="How K and V are stored. bf16 is exact and takes twice the memory of the others.",
-        rich_help_panel=_MODEL,
-    ),
-]
-MaxModelLen = Annotated[
-    int | None,
-    typer.Option(
-        "--max-model-len",
-        min=0,
-        metavar="TOKENS",
-        help="Longest prompt and answer together; 0: what the model was made for.",
-        rich_help_panel=_MODEL,
-    ),
-]
-PrefixReuse = Annotated[
-    bool | None,
-    typer.Option(
-        "--prefix-reuse/--no-prefix-reuse",
-        help="Whether a request may use KV that an earlier one computed (default: yes).",
-        rich_help_panel=_MODEL,
-    ),
-]
-PoolShare = Annotated[
-    float | None,
-    typer.Option(
-        "--pool-share",
-        min=0.0,
-        max=0.9,
-        metavar="SHARE",
-        help="Share of this machine's memory for each worker's KV pool (default: 0.1).",
-        rich_help_panel=_MEMORY,
-    ),
-]
-ChunkTokens = Annotated[
-    int | None,
-    typer.Option(
-        "--chunk-tokens",
-        min=1,
-        metavar="TOKENS",
-        help="Most prompt tokens that one step computes: more is faster for prompts, less keeps "
-        "the time between tokens short (default: 512).",
-        rich_help_panel=_MEMORY,
-    ),
-]
-SlabBytes = Annotated[
-    str | None,
-    typer.Option(
-        "--slab-bytes",
-        metavar="BYTES",
-        help="Memory of each store node, such as 8GiB (default: 1GiB).",
-        rich_help_panel=_MEMORY,
-    ),
-]
-GatewayHost = Annotated[
-    str | None,
-    typer.Option(
-        "--host",
-        metavar="ADDRESS",
-        help="Address that the gateway's HTTP port is bound to (default: 127.0.0.1).",
-        rich_help_panel=_PLACE,
-    ),
-]
-Port = Annotated[
-    int | None,
-    typer.Option(
-        "--port",
-        envvar="KVASS_PORT",
-        min=1,
-        max=65535,
-        metavar="PORT",
-        help="The gateway's HTTP port (default: 8000).",
-        rich_help_panel=_PLACE,
-    ),
-]
-Broker = Annotated[
-    str | None,
-    typer.Option(
-        "--broker",
-        metavar="HOST:PORT",
-        help=f"The MQTT broker of the cluster (default: {configuration.DEFAULT_BROKER}; `kvass up` "
-        "runs one of its own unless this is given).",
-        rich_help_panel=_PLACE,
-    ),
-]
-MemberHost = Annotated[
-    str | None,
-    typer.Option(
-        "--host",
-        metavar="ADDRESS",
-        help="Address that this member's ports are bound to, and that others reach it by "
-        "(default: 127.0.0.1; not 0.0.0.0, which nobody can reach). Whoever reaches them can use "
-        "them: name a private network's.",
-        rich_help_panel=_PLACE,
-    ),
-]
-MemberId = Annotated[
-    str | None,
-    typer.Option(
-        "--id",
-        metavar="NAME",
-        help="This member's name in the cluster (default: made of role, host and process).",
-        rich_help_panel=_PLACE,
-    ),
-]
-ConfigFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--config", metavar="FILE", help="A TOML file of settings.", rich_help_panel=_OTHER
-    ),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="a.b=VALUE",
-        help="Any one setting, such as store.hold_s=30; may be repeated, and wins over the file "
-        "and the other options.",
-        rich_help_panel=_OTHER,
-    ),
-]
-Supervised = Annotated[bool, typer.Option("--supervised", hidden=True)]
 
 
 def _overrides(settings: list[str] | None, **options: object) -> list[str]:
@@ -333,15 +215,22 @@ def decode(
 def store(
     slab_bytes: SlabBytes = None,
     host: MemberHost = None,
+    port: NodePort = None,
+    standalone: Standalone = None,
     broker: Broker = None,
     member_id: MemberId = None,
     config: ConfigFile = None,
     settings: Settings = None,
     supervised: Supervised = False,
 ) -> None:
-    """Run a store node: memory for KV blocks of any model."""
+    """Run a store node: memory for KV blocks of any model, or for anybody's tensors."""
     overrides = _overrides(
-        settings, cluster__broker=broker, store__slab_bytes=slab_bytes, host=host
+        settings,
+        cluster__broker=broker,
+        store__slab_bytes=slab_bytes,
+        store__port=port,
+        store__standalone=standalone,
+        host=host,
     )
     _run_member("store", member_id, config, overrides, supervised)
 
@@ -355,9 +244,78 @@ def status(
         ),
     ] = None,
     port: Port = None,
+    store: Annotated[
+        bool,
+        typer.Option(
+            "--store",
+            help="Show whether each store node is well, and if not, what to do. Exits with 1 when "
+            "one is not.",
+        ),
+    ] = False,
+    node: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--node",
+            metavar="HOST:PORT",
+            help="With --store: ask these store nodes themselves, without a gateway; may be "
+            "repeated.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    config: ConfigFile = None,
+    settings: Settings = None,
 ) -> None:
     """Show the members of a running cluster, as its gateway sees them."""
-    sys.exit(show_status(url or f"127.0.0.1:{port or Config().gateway.port}", Console()))
+    asked = url or f"127.0.0.1:{port or Config().gateway.port}"
+    if store or node:
+        loaded = configuration.load(config, _overrides(settings))
+        sys.exit(show_store(asked, node or [], loaded, Console(), as_json=as_json))
+    sys.exit(show_status(asked, Console(), as_json=as_json))
+
+
+@app.command()
+def drain(
+    store_node: Annotated[str, typer.Argument(metavar="MEMBER", help="Such as store-0.")],
+    url: Annotated[
+        str | None,
+        typer.Option(
+            "--url", metavar="URL", help="The gateway to ask (default: the one on this machine)."
+        ),
+    ] = None,
+    port: Port = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """Let a store node hand over what it alone holds; then it may be stopped without loss."""
+    loaded = configuration.load(config, _overrides(settings))
+    asked = url or f"127.0.0.1:{port or loaded.gateway.port}"
+    sys.exit(anyio.run(drain_node, loaded, asked, store_node, Console()))
+
+
+@app.command()
+def drop(
+    tenant: Annotated[str | None, typer.Option(metavar="NAME", help="Its blocks.")] = None,
+    namespace: Annotated[
+        str | None, typer.Option(metavar="HEX", help="Blocks of one model and format.")
+    ] = None,
+    writer: Annotated[
+        str | None, typer.Option(metavar="MEMBER", help="What this worker has written.")
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            "--url", metavar="URL", help="The gateway to ask (default: the one on this machine)."
+        ),
+    ] = None,
+    port: Port = None,
+    config: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """Erase stored blocks that match all that is given, on every node; it cannot be undone."""
+    which = chosen(tenant, namespace, writer)
+    loaded = configuration.load(config, _overrides(settings))
+    asked = url or f"127.0.0.1:{port or loaded.gateway.port}"
+    sys.exit(anyio.run(drop_blocks, loaded, asked, which, Console()))
 
 
 def main() -> None:

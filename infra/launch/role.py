@@ -28,6 +28,7 @@ from kvass.common.addresses import require_own
 from kvass.common.config import DEFAULT_MODEL, Config
 from kvass.common.errors import Invalid, KvassError
 from kvass.common.membership import Role
+from kvass.common.rpc.credentials import credentials_of
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +76,8 @@ def run_role(role: Role, config: Config, member_id: str, *, supervised: bool) ->
     # process).
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
-        require_own(config.host)  # before the seconds that a model takes
+        require_own(config.host)  # before the seconds that a model takes, as what follows
+        credentials_of(config.cluster)
         if role != "store":
             config = with_model(config, progress=not supervised)
         serve: Serve = importlib.import_module(_MODULES[role]).serve

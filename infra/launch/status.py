@@ -34,32 +34,43 @@ STORE_COLUMNS = {
 }
 
 
-def show_status(url: str, console: Console) -> int:
+def show_status(url: str, console: Console, *, as_json: bool = False) -> int:
     """Print the members and the store's counts; return the exit code."""
+    cluster = cluster_at(url, console)
+    if cluster is None:
+        return 1
+    if as_json:
+        console.print_json(data=cluster)
+        return 0
+    console.print(members_table(cluster["members"]))
+    for line in [*cluster.get("degraded", []), *doubts(cluster["members"])]:
+        console.print(line, style="yellow")
+    if cluster.get("store"):
+        console.print(store_table(cluster["store"]))
+    return 0
+
+
+def cluster_at(url: str, console: Console) -> dict[str, Any] | None:
+    """Ask a gateway who is there; None when it does not say, which the console is told."""
     url = root_of(url)
     try:
         with httpx.Client(trust_env=False, timeout=TIMEOUT_S) as client:
             response = client.get(f"{url}/v1/cluster")
             if response.status_code != 200:
                 raise ValueError(f"it answers {response.status_code} to GET /v1/cluster")
-            cluster = response.json()
-            members = cluster["members"]
+            cluster: dict[str, Any] = response.json()
+            if not isinstance(cluster["members"], list):
+                raise ValueError("its members are no list")
+            return cluster
     except (httpx.ConnectError, httpx.TimeoutException):
         console.print(
             f"Nothing answers at {url}. Start a cluster with `kvass up`, or name another gateway "
             "with --url; or your gateway still waits for its broker: see its log.",
             style="red",
         )
-        return 1
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
         console.print(f"{url} is not a Kvass gateway: {error}", style="red")
-        return 1
-    console.print(members_table(members))
-    for line in [*cluster.get("degraded", []), *doubts(members)]:
-        console.print(line, style="yellow")
-    if cluster.get("store"):
-        console.print(store_table(cluster["store"]))
-    return 0
+    return None
 
 
 def root_of(url: str) -> str:
@@ -69,7 +80,7 @@ def root_of(url: str) -> str:
 
 def members_table(members: list[dict[str, Any]]) -> Table:
     """Return the members as a table, in the gateway's order; what is zero is left out."""
-    table = _table("members")
+    table = table_of("members")
     for name in ("role", "id", "pid", "address", "state"):
         table.add_column(name, no_wrap=True, justify="right" if name == "pid" else "left")
     table.add_column("load", overflow="fold")
@@ -98,7 +109,7 @@ def doubts(members: list[dict[str, Any]]) -> list[str]:
 
 def store_table(nodes: list[dict[str, Any]]) -> Table:
     """Return the store nodes' counts as a table."""
-    table = _table("store")
+    table = table_of("store")
     table.add_column("id", no_wrap=True)
     for name in STORE_COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
@@ -108,10 +119,10 @@ def store_table(nodes: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _table(title: str) -> Table:
+def table_of(title: str) -> Table:
     """Return an empty table that fits 80 columns: most terminals, and most bug reports."""
     return Table(
-        title=title,
+        title=title or None,
         title_justify="left",
         header_style="bold",
         box=box.SIMPLE_HEAD,
@@ -127,9 +138,9 @@ def shown(name: str, value: object) -> str:
         return str(value)
     if name.endswith(("_bytes", "_bytes_s")):
         per_second = "/s" if name.endswith("_s") else ""
-        for unit in ("B", "KiB", "MiB"):
-            if value < 1024:
+        for unit in ("B", "KiB", "MiB", "GiB"):
+            if value < 999.5:
                 return f"{value:.3g} {unit}{per_second}"
             value /= 1024
-        return f"{value:.3g} GiB{per_second}"
+        return f"{value:.3g} TiB{per_second}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -30,6 +30,7 @@ from kvass.common.bus import host_and_port
 from kvass.common.config import Config
 from kvass.common.errors import KvassError, Unavailable
 from kvass.common.membership import Role
+from kvass.common.rpc.credentials import credentials_of
 from kvass.launch.broker import run_broker
 from kvass.launch.output import Output
 from kvass.launch.role import READY_MARK, with_model
@@ -88,6 +89,7 @@ async def run_up(config: Config, counts: Counts, arguments: Sequence[str]) -> in
     """
     require_own(config.gateway.host, config.gateway.port, section="gateway.")
     require_own(config.host)
+    credentials_of(config.cluster)  # what is wrong with them is said once, before any member starts
     started_s = time.monotonic()
     with Output(sys.stdout) as output:
         config = with_model(config, progress=True)

@@ -23,6 +23,7 @@ from kvass.common.model.fetch import resolve_model
 from kvass.common.model.identity import layout_of
 from kvass.common.model.spec import load_spec
 from kvass.common.model.tokenizer import Tokenizer
+from kvass.common.rpc.credentials import credentials_of
 from kvass.common.rpc.dial import Dialer
 from kvass.common.rpc.hello import Hello
 from kvass.common.wire import (
@@ -147,15 +148,16 @@ class Control:
 
     @asynccontextmanager
     async def _dialer(self) -> AsyncIterator[tuple[Dialer, StoreClient]]:
+        credentials = credentials_of(configuration.load(None, self.overrides).cluster)
         hello = Hello("gateway", "test", "test", uuid.uuid4().hex, os.getpid(), cluster={})
         nodes = [
             StoreNode(each["id"], each["address"], int(each["details"]["capacity_bytes"]))
             for each in self.cluster.members("store")
         ]
         async with anyio.create_task_group() as tasks:
-            store = StoreClient(hello, tasks)
+            store = StoreClient(hello, tasks, credentials)
             store.set_nodes(nodes)
-            yield Dialer(tasks, hello, Tags(WORKER_REPLIES)), store
+            yield Dialer(tasks, hello, Tags(WORKER_REPLIES), credentials), store
             tasks.cancel_scope.cancel()
 
     async def _forget(self, keys: tuple[bytes, ...], roles: tuple[str, ...]) -> None:

@@ -12,10 +12,10 @@ import sys
 import anyio
 
 from kvass.common import config
-from kvass.common.bus import Command
-from kvass.common.errors import Incompatible
+from kvass.common.errors import Incompatible, Unauthorized
 from kvass.common.member import Member
 from kvass.common.membership import Role
+from kvass.common.seal import Command
 
 
 def say(**words: object) -> None:
@@ -40,6 +40,8 @@ async def run(broker: str, role: Role, member_id: str, fields: dict[str, str | i
             await member.announce("127.0.0.1:9", details={"capacity_bytes": 1})
             say(start_id=member.hello.start_id)
             await anyio.sleep_forever()
+    except Unauthorized as error:
+        say(refused="secret", message=str(error))
     except Incompatible as error:
         say(refused=error.field, message=str(error))
 

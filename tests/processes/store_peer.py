@@ -16,7 +16,8 @@ import anyio
 
 from kvass.common import event_loop
 from kvass.common.block import BlockLayout
-from kvass.common.config import Config, StoreConfig, TransportConfig
+from kvass.common.config import ClusterConfig, Config, StoreConfig, TransportConfig
+from kvass.common.rpc.credentials import credentials_of
 from kvass.common.rpc.hello import Hello
 from kvass.common.transport.identity import own_identity
 from kvass.common.transport.route import Setting
@@ -118,8 +119,8 @@ async def worker(
     """Open a client with memory in this process."""
     memory = SlotArray(LAYOUT, blocks)
     config = TransportConfig(kind=setting, landing_bytes=16 << 20)
-    hello = hello_of("prefill", name)
-    async with open_client(config, hello, memory=memory, layout=LAYOUT) as store:
+    hello, credentials = hello_of("prefill", name), credentials_of(ClusterConfig())
+    async with open_client(config, hello, credentials, memory=memory, layout=LAYOUT) as store:
         store.set_nodes([StoreNode("store-0", address, 1 << 30)])
         yield store, memory
 

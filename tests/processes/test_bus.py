@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
-import socket
-import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
+from contextlib import AsyncExitStack
 
 import anyio
 import anyio.abc
 import httpx
 import pytest
 from amqtt.broker import Broker
-from anyio.streams.text import TextReceiveStream
 
-from kvass.common import bus, config
+from bus_stage import FIELDS, SEAL, free_broker, live, member, started, until
+from kvass.common import bus
 from kvass.common.errors import Incompatible, Invalid, Unavailable
 from kvass.common.event_loop import BACKEND, BACKEND_OPTIONS
-from kvass.common.member import Member
-from kvass.common.membership import Peer, Role
+from kvass.common.membership import Peer
 from kvass.launch.broker import run_broker
 
 pytestmark = pytest.mark.anyio
-PROCESS = Path(__file__).parent / "member_process.py"
-FIELDS: dict[str, str | int] = {"kv_dtype": "fp8", "block_tokens": 16}
 
 
 @pytest.fixture
@@ -38,67 +30,7 @@ def anyio_backend() -> tuple[str, dict[str, object]]:
 
 @pytest.fixture
 def broker() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
-def member(
-    broker: str,
-    role: Role,
-    member_id: str,
-    fields: dict[str, str | int] | None = None,
-) -> Member:
-    return Member(
-        config.load(None, [f"cluster.broker={broker!r}"]),
-        role=role,
-        member_id=member_id,
-        cluster_fields=FIELDS if fields is None else fields,
-        load=lambda: {"running": 0},
-    )
-
-
-class Words:
-    """What a member process says, one JSON object at a time. Mutable field: `_rest`."""
-
-    def __init__(self, process: anyio.abc.Process) -> None:
-        assert process.stdout is not None
-        self.process = process
-        self._text = TextReceiveStream(process.stdout)
-        self._rest = ""
-
-    async def next(self) -> dict[str, object]:
-        while "\n" not in self._rest:
-            self._rest += await self._text.receive()
-        line, _, self._rest = self._rest.partition("\n")
-        said: dict[str, object] = json.loads(line)
-        return said
-
-
-@asynccontextmanager
-async def started(
-    broker: str, role: Role, member_id: str, fields: dict[str, str | int] | None = None
-) -> AsyncIterator[Words]:
-    text = json.dumps(FIELDS if fields is None else fields)
-    command = [sys.executable, "-W", "error", str(PROCESS), broker, role, member_id, text]
-    async with await anyio.open_process(command, stderr=None) as process:
-        try:
-            yield Words(process)
-        finally:
-            if process.returncode is None:
-                process.kill()
-
-
-async def live(watcher: Member, role: Role, starts: list[object], *, within_s: float) -> None:
-    with anyio.fail_after(within_s):
-        while [each.start_id for each in watcher.live(role)] != starts:
-            await watcher.changed()
-
-
-async def until(true: Callable[[], bool], *, within_s: float) -> None:
-    with anyio.fail_after(within_s):
-        while not true():  # noqa: ASYNC110 (nothing tells of it)
-            await anyio.sleep(0.01)
+    return free_broker()
 
 
 @pytest.mark.process
@@ -150,7 +82,7 @@ async def test_the_presence_of_the_dead_refuses_nobody(broker: str) -> None:
             cluster=FIELDS | {"kv_dtype": "bf16"},
         )
         topic = bus.Topics("local").presence("decode", "decode-9", "dead")
-        await publisher._bus.publish(topic, bus.encode(dead), qos=1, retain=True)
+        await publisher._bus.publish(topic, SEAL.close(topic, dead), qos=1, retain=True)
         async with member(broker, "prefill", "prefill-0"):
             pass
 
@@ -239,8 +171,8 @@ async def test_commands_reach_their_member_only(broker: str) -> None:
         started(broker, "decode", "decode-0") as first,
         started(broker, "decode", "decode-1") as second,
     ):
-        await first.next()
-        await second.next()
+        starts = [(await each.next())["start_id"] for each in (first, second)]
+        await live(watcher, "decode", starts, within_s=2)
         await watcher.command("decode-1", "forget", keys="all", count=2)
         await watcher.command("decode-0", "drain")
         with anyio.fail_after(5):
@@ -255,11 +187,12 @@ async def test_garbage_is_refused_counted_and_changes_nothing(broker: str) -> No
         topics = bus.Topics("local")
         for topic, payload in (
             (topics.presence("decode", "d", "s"), b"\xc1garbage"),
-            (topics.presence("decode", "d", "s"), bus.encode({"role": "decode"})),
-            (topics.load("decode", "d", "s"), bus.encode([1])),
-            (topics.commands("g"), bus.encode({"verb": 7})),
+            (topics.presence("decode", "d", "s"), {"role": "decode"}),
+            (topics.load("decode", "d", "s"), [1]),
+            (topics.commands("g"), {"verb": 7}),
         ):
-            await watcher._bus.publish(topic, payload)
+            sealed = payload if isinstance(payload, bytes) else SEAL.close(topic, payload)
+            await watcher._bus.publish(topic, sealed)
         refused = watcher._metrics.messages_refused
         await until(lambda: refused._value.get() >= 4, within_s=2)
         assert [each.peer.role for each in watcher.listing()] == ["gateway"]
@@ -294,19 +227,6 @@ async def test_a_cancelled_service_that_holds_a_member_ends(broker: str) -> None
                 await tasks.start(serve)
                 tasks.cancel_scope.cancel()
         assert len(watcher.table.entries()) == 1, "it said goodbye"
-
-
-@pytest.mark.parametrize("payload", [b"", b"\x92", bus.encode(1)[:-1], b"\x92\x02\x01", b"\x01"])
-def test_payloads_of_another_kind_are_invalid(payload: bytes) -> None:
-    with pytest.raises(Invalid):
-        bus.decode(payload, int)
-
-
-def test_payloads_are_bounded() -> None:
-    with pytest.raises(Invalid, match="over"):
-        bus.encode(b"x" * bus.PAYLOAD_BYTES_MAX)
-    with pytest.raises(Invalid, match="over"):
-        bus.decode(b"x" * (bus.PAYLOAD_BYTES_MAX + 1), bytes)
 
 
 def test_topics_name_their_parts() -> None:

@@ -10,7 +10,7 @@ import pytest
 from cluster import Cluster, cluster
 from cluster_control import BLOCK, Control
 from kvass.common.keys import SEGMENT_BLOCKS
-from kvass.kvstore.placement import StoreNode, order
+from kvass.kvstore.placement import Placement, StoreNode
 
 pytestmark = [pytest.mark.process, pytest.mark.model]
 
@@ -26,7 +26,7 @@ def homes(up: Cluster, control: Control, prompt: list[int]) -> list[str]:
     ]
     chain = control.chain(prompt)
     firsts = range(0, len(chain.keys), SEGMENT_BLOCKS)
-    return [order(chain.segment_key(first), nodes)[0].member_id for first in firsts]
+    return [Placement(nodes).order(chain.segment_key(first))[0].member_id for first in firsts]
 
 
 def split_prompt(up: Cluster, control: Control) -> tuple[list[int], str]:

@@ -24,6 +24,7 @@ from kvass.common.membership import LIVE_S
 from kvass.common.model.fetch import resolve_model
 from kvass.common.model.identity import worker_fields
 from kvass.common.model.spec import load_spec
+from kvass.common.rpc.credentials import credentials_of
 from kvass.common.rpc.hello import Hello
 from kvass.common.rpc.server import Call, Server, listen
 from kvass.common.wire import Delta, Generate
@@ -215,7 +216,7 @@ async def impostor(port: int, up: Cluster, prompt: list[int]) -> tuple[int, int]
     hello = Hello("decode", "decode-0", "host", "another-start", os.getpid(), cluster={})
     listener, _ = await listen("127.0.0.1", port)
     async with listener, anyio.create_task_group() as tasks:
-        server = Server(hello, {Generate: generate})
+        server = Server(hello, {Generate: generate}, credentials_of(config.ClusterConfig()))
         tasks.start_soon(listener.serve, server.serve_connection)
         status = await anyio.to_thread.run_sync(ask)
         tasks.cancel_scope.cancel()

@@ -28,10 +28,12 @@ BAD: tuple[Outcome, ...] = ("failed", "lost", "partial", "corrupt", "late")
 
 
 class Disturbance:
-    """Mutable fields: `is_on`, the generators, the record."""
+    """Mutable fields: `is_on`, `spared` (member and start ids that meet no weather), the
+    generators, the record."""
 
     def __init__(self, seed: int, record: Record, *, rough: bool) -> None:
         self.is_on = rough
+        self.spared: set[str] = set()
         self._record = record
         self._frames = random.Random(f"frames {seed}")
         self._moves = random.Random(f"moves {seed}")
@@ -43,7 +45,7 @@ class Disturbance:
     def frame(self, source: str, target: str) -> Fate:
         """Decide one frame's fate. The gateway's streams from decode are cut by mishaps only, since
         a request has so many attempts and no more."""
-        if not self.is_on:
+        if not self.is_on or not self.spared.isdisjoint((source, target)):
             return Fate()
         rng, delay_s = self._frames, 0.0
         if rng.random() < self._slow:
@@ -61,6 +63,8 @@ class Disturbance:
 
     def move(self, attempt: Attempt) -> Fault:
         """Decide one transfer's fate."""
+        if not self.spared.isdisjoint((attempt.source, attempt.target)):
+            return Fault()
         rng = self._moves
         outcome: Outcome = "whole"
         if self.is_on and rng.random() < self._bad:

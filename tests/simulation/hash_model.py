@@ -21,7 +21,7 @@ from store_sim import LAYOUT, SlotArray
 VOCABULARY = 16
 BLOCK = LAYOUT.block_tokens
 WORDS = LAYOUT.block_size // BLOCK // 8  # 64-bit words of a token's KV
-LENGTH_MAX = 1024  # tokens of the longest request in any simulation
+LENGTH_MAX = 1100  # tokens of the longest request in any simulation
 _MASK = (1 << 64) - 1
 _SPREAD = 0x9E3779B97F4A7C15  # odd: whatever bit of a state is wrong, its product's top bits are
 # Odd weights: a wrong bit changes the sum, and so do two blocks that changed places.

@@ -33,6 +33,7 @@ from kvass.prefill.loop import PrefillLoop
 from kvass.prefill.schedule import Scheduler as PrefillScheduler
 from scenario import Member
 from store_sim import LAYOUT, SPACE, Cluster, Handlers, Worker
+from trust import CREDENTIALS
 from wires import Wire
 from worker_sim import tokenizer
 
@@ -123,6 +124,7 @@ async def live(
             member.member_id,
             tasks=tasks,
             slots=member.size,
+            host=member.host,
             setting=member.setting,
             landing_bytes=member.landing_bytes,
         )
@@ -162,7 +164,7 @@ def _start_prefill(
     # Believed rates decide between loading and computing; admission must not refuse by them.
     admits = Costs(1e9)
     service = prefill.Service(engine, loop, worker.store, admits, queue_requests=member.queue)
-    server = Server(worker.hello, around(member.member_id, service.handlers()))
+    server = Server(worker.hello, around(member.member_id, service.handlers()), CREDENTIALS)
     tasks.start_soon(loop.run)
     pool = engine.pool
     return Life("prefill", member, worker, server, tasks, pool, loop, compute, worker.wires)
@@ -192,7 +194,7 @@ def _start_decode(
     service = decode.Service(
         engine, tokenizer(), loop, worker.store, tasks, queue_requests=member.queue
     )
-    server = Server(worker.hello, around(member.member_id, service.handlers()))
+    server = Server(worker.hello, around(member.member_id, service.handlers()), CREDENTIALS)
     tasks.start_soon(offerer.run)
     tasks.start_soon(loop.run)
     return Life("decode", member, worker, server, tasks, pool, loop, compute, worker.wires)

@@ -16,9 +16,11 @@ from kvass.common.membership import ROLES, Load, NodeTable, Peer, Role
 from kvass.kvstore.client import StoreClient
 from kvass.kvstore.placement import StoreNode
 from lives import Life, live
+from probe import NAME, Prober
+from record import Record
 from scenario import Member, Scenario
-from store_sim import Cluster
-from verdict import WatchedIndex
+from store_sim import Cluster, SimNode
+from watch import History, WatchedIndex
 
 LOAD_S = 0.5
 
@@ -41,10 +43,14 @@ class View:
 
 class Members:
     """Store nodes and workers. Mutable fields: `lives` (the present start of each worker, by member
-    id), `gateway_stores` (the gateway's clients of the store), `view`."""
+    id), `gateway_stores` (the gateway's clients of the store), `view`, `history`, `prober`."""
 
     def __init__(
-        self, scenario: Scenario, disturbance: Disturbance, tasks: anyio.abc.TaskGroup
+        self,
+        scenario: Scenario,
+        disturbance: Disturbance,
+        record: Record,
+        tasks: anyio.abc.TaskGroup,
     ) -> None:
         self.scenario = scenario
         self.tasks = tasks
@@ -53,36 +59,47 @@ class Members:
         self.gateway_stores: list[StoreClient] = []
         self.view = View()
         self.view.table.link_up(-1e3)  # long ago: silence counts from the beginning
+        self.history = History()
         self._disturbance = disturbance
         self.sim = Cluster(
             tasks,
             weather=disturbance.frame,
             around=disturbance.around,
-            new_index=WatchedIndex,
+            new_index=partial(WatchedIndex, history=self.history),
             tell=self._tell,
+            tell_node=self._tell_node,
+            replicas=scenario.replicas,
         )
+        self.prober = Prober(self.sim, self.history, record, tasks)
+        disturbance.spared |= {NAME, self.prober.worker.hello.start_id}
         self.sim.fabric.fault = disturbance.move
 
     async def start(self) -> None:
         """Start everybody; the run begins when all know of each other."""
         for member in self.scenario.stores:
-            self.start_store(member)
+            if not member.late:
+                self.start_store(member)
         for member in (*self.scenario.prefills, *self.scenario.decodes):
             await self.start_worker(member)
         for store in self._stores():
             store.set_nodes(self.sim.view())
+        for node in self.sim.nodes.values():
+            node.node.set_nodes(self.sim.view())
         self.tasks.start_soon(self._loads)
 
     def start_store(self, member: Member) -> None:
         """Start a store node, or start it anew: it has nothing of what it had."""
-        self.sim.add_node(
+        node = self.sim.add_node(
             member.member_id,
             blocks=member.size,
+            host=member.host,
             setting=member.setting,
             landing_bytes=member.landing_bytes,
             claim_s=self.scenario.claim_s,
             hold_s=self.scenario.hold_s,
         )
+        assert isinstance(node.index, WatchedIndex)
+        node.index.slab = node.slab
 
     async def start_worker(self, member: Member) -> None:
         """Start a worker, and let the gateway hear of it."""
@@ -122,6 +139,14 @@ class Members:
         if store in self._stores():
             store.set_nodes(self.sim.view(alive_only=True))
 
+    def _tell_node(self, node: SimNode, nodes: list[StoreNode]) -> None:
+        self.tasks.start_soon(self._tell_node_later, node, self.rng.choice([0.0, 0.3, 3.0]))
+
+    async def _tell_node_later(self, node: SimNode, most_s: float) -> None:
+        await anyio.sleep(most_s * self.rng.random())
+        if node.alive:
+            node.node.set_nodes(self.sim.view(alive_only=True))
+
     async def _loads(self) -> None:
         while True:
             for life in self.lives.values():
@@ -134,3 +159,6 @@ class Members:
         """Let the news of which nodes there are set out."""
         for store in self._stores():
             self._tell(store, [])
+        for node in self.sim.nodes.values():
+            if node.alive:
+                self._tell_node(node, [])

@@ -13,7 +13,7 @@ from typing import Literal
 from hash_model import BLOCK, VOCABULARY
 from kvass.common.transport.route import Setting
 
-Kind = Literal["kill", "hang", "cut", "split", "drop"]
+Kind = Literal["kill", "hang", "cut", "split", "drop", "drain", "join", "erase", "crowd"]
 Weather = Literal["calm", "rough"]
 
 PATIENCE_S = 400.0  # of a client that waits for its answer, whatever happens
@@ -22,17 +22,20 @@ CHAOS_S = 12.0  # mishaps begin within this; the first requests come within a se
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One store node or worker. `size`: blocks of its slab or pool; `step_s`: of a worker."""
+    """One store node or worker. `size`: blocks of its slab or pool; `step_s`: of a worker;
+    `late`: it is not there before it joins."""
 
     member_id: str
     size: int
     setting: Setting
     landing_bytes: int
+    host: str
     step_s: float = 0.0
     chunk_blocks: int = 4
     batch: int = 4
     queue: int = 64
     tokens_per_s: float = 1.0  # what it believes that computing costs: so slow that loading pays
+    late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,9 @@ class Conversation:
 class Mishap:
     """`kill`: back after `lasts_s`, as a new process. `hang`: for `lasts_s`. `cut`: every
     connection of the member. `split`: it sees other nodes than the others do, for `lasts_s`.
-    `drop`: within that time, what is being read from a node is erased there."""
+    `drop`: within that time, what is being read from a node is erased everywhere; `erase`: so is
+    what a worker wrote, or a model's, at once. `drain`: a node hands over, leaves, and is back
+    after `lasts_s`. `join`: a late node comes. `crowd`: many look up what a node has."""
 
     at_s: float
     kind: Kind
@@ -77,6 +82,7 @@ class Scenario:
     claim_s: float
     hold_s: float
     prefill_tokens_min: int
+    replicas: int
     stores: tuple[Member, ...]
     prefills: tuple[Member, ...]
     decodes: tuple[Member, ...]
@@ -91,10 +97,15 @@ def draw(seed: int) -> Scenario:
     rng = random.Random(f"scenario {seed}")
     window = rng.choice([64, 96, 160, 320])
     setting: Setting = rng.choice(["auto", "auto", "tcp"])
-    stores = tuple(_store(rng, n, setting) for n in range(rng.choice([1, 2, 2, 3])))
-    prefills = tuple(_worker(rng, f"prefill-{n}", window) for n in range(rng.choice([0, 1, 1, 2])))
-    decodes = tuple(_worker(rng, f"decode-{n}", window) for n in range(rng.choice([1, 2, 2])))
+    hosts = [f"host-{n}" for n in range(rng.choice([1, 1, 2, 3]))]
     level = rng.choice(["calm", "rough", "mishaps", "all", "all"])
+    stores = _stores(rng, setting, hosts, mishaps=level in ("mishaps", "all"))
+    prefills = tuple(
+        _worker(rng, f"prefill-{n}", window, hosts) for n in range(rng.choice([0, 1, 1, 2]))
+    )
+    decodes = tuple(
+        _worker(rng, f"decode-{n}", window, hosts) for n in range(rng.choice([1, 2, 2]))
+    )
     mishaps = _mishaps(rng, stores, prefills, decodes) if level in ("mishaps", "all") else ()
     hurt = {m.member_id for m in mishaps if m.kind != "split"}
     return Scenario(
@@ -103,6 +114,7 @@ def draw(seed: int) -> Scenario:
         claim_s=rng.choice([0.5, 2.0]),
         hold_s=rng.choice([5.0, 60.0]),
         prefill_tokens_min=rng.choice([BLOCK, 4 * BLOCK]),
+        replicas=rng.choice([1, 1, 2, 2, 2, 3]),
         stores=stores,
         prefills=prefills,
         decodes=decodes,
@@ -113,17 +125,28 @@ def draw(seed: int) -> Scenario:
     )
 
 
-def _store(rng: random.Random, number: int, setting: Setting) -> Member:
-    return Member(
-        member_id=f"store-{number}",
-        size=rng.choice([6, 12, 32, 96, 256]),
-        setting=rng.choice([setting, setting, "auto"]),
-        landing_bytes=rng.choice([1 << 15, 1 << 17]),
+def _stores(
+    rng: random.Random, setting: Setting, hosts: list[str], *, mishaps: bool
+) -> tuple[Member, ...]:
+    count = rng.choice([1, 2, 2, 3, 4])
+    late = count + (rng.choice([0, 1]) if mishaps else 0)
+    size = rng.choice([0, 32, 96])  # alike, so that each has room for the others' copies; 0: not
+    return tuple(
+        Member(
+            member_id=f"store-{number}",
+            size=size or rng.choice([6, 12, 32, 96, 256]),
+            setting=rng.choice([setting, setting, "auto"]),
+            landing_bytes=rng.choice([1 << 15, 1 << 17]),
+            host=rng.choice(hosts),
+            late=number >= count,
+        )
+        for number in range(late)
     )
 
 
-def _worker(rng: random.Random, member_id: str, window: int) -> Member:
+def _worker(rng: random.Random, member_id: str, window: int, hosts: list[str]) -> Member:
     return Member(
+        host=rng.choice(hosts),
         member_id=member_id,
         # As `engine.pool_slots`: never less than the longest request and one slot more.
         size=window // BLOCK + 1 + rng.choice([0, 0, 0, 8, 48]),
@@ -192,18 +215,22 @@ def _mishaps(
 ) -> tuple[Mishap, ...]:
     # One decode worker stays well where there are two, and the other one is hurt twice at most: so
     # every request has an attempt left.
-    kinds: list[Kind] = ["kill", "kill", "hang", "cut", "split"]
     targets = [each.member_id for each in (*stores, *prefills)] * 2
-    drawn = [_mishap(rng, rng.choice(targets), kinds) for _ in range(rng.randrange(1, 6))]
+    drawn = [_mishap(rng, rng.choice(targets)) for _ in range(rng.randrange(1, 6))]
     if rng.random() < 0.6:
         victim = decodes[-1].member_id
-        drawn += [_mishap(rng, victim, kinds) for _ in range(rng.choice([1, 1, 2]))]
+        drawn += [_mishap(rng, victim) for _ in range(rng.choice([1, 1, 2]))]
+    drawn += [_of_kind(rng, "join", each.member_id) for each in stores if each.late]
     return tuple(sorted(drawn, key=lambda mishap: mishap.at_s))
 
 
-def _mishap(rng: random.Random, member_id: str, kinds: list[Kind]) -> Mishap:
-    kind = rng.choice(kinds)
-    if kind == "split" and member_id.startswith("store"):
-        kind = "drop"  # a store node looks at nobody
+def _mishap(rng: random.Random, member_id: str) -> Mishap:
+    kinds: list[Kind] = ["kill", "kill", "hang", "cut", "split"]
+    if member_id.startswith("store"):
+        kinds += ["drop", "drain", "drain", "erase", "crowd"]
+    return _of_kind(rng, rng.choice(kinds), member_id)
+
+
+def _of_kind(rng: random.Random, kind: Kind, member_id: str) -> Mishap:
     at_s = rng.choice([rng.random(), 4 * rng.random(), CHAOS_S * rng.random()])
     return Mishap(at_s, kind, member_id, rng.choice([0.3, 2.0, 6.0, 12.0]) * rng.random())

@@ -7,9 +7,11 @@ here.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import anyio
 import anyio.abc
@@ -32,8 +34,10 @@ from kvass.kvstore.client import StoreClient
 from kvass.kvstore.index import Index, Limits
 from kvass.kvstore.node import Node
 from kvass.kvstore.placement import StoreNode
+from kvass.kvstore.router import Router
 from kvass.kvstore.slab import Slab
 from kvass.kvstore.transfers import Transfers
+from trust import CREDENTIALS
 from wires import SimDialer, Weather, Wire, calm
 
 LAYOUT = BlockLayout(layers=2, kv_heads=4, head_dim=16, block_tokens=4, kv_dtype="fp8")
@@ -97,8 +101,13 @@ class SimNode:
     identity: Identity
     scope: anyio.CancelScope
     tasks: anyio.abc.TaskGroup
-    wires: list[Wire] = field(default_factory=list)
+    dialer: SimDialer
+    wires: list[Wire]
     alive: bool = True
+
+    def set_nodes(self, nodes: list[StoreNode]) -> None:
+        """Tell it of the cluster's nodes."""
+        self.node.set_nodes(nodes)
 
 
 @dataclass
@@ -119,8 +128,8 @@ class Cluster:
     """Nodes by address (which is their member id).
 
     `weather` is what happens to frames, `around` what a node's calls are wrapped in, `new_index`
-    makes an index, `tell` lets a client know of the nodes. Mutable fields: `nodes`, `workers`,
-    `_lives` (memory that late bytes may still go to), `_starts`.
+    makes an index, `tell` and `tell_node` let a client and a node know of the nodes. Mutable
+    fields: `nodes`, `workers`, `_lives` (memory that late bytes may still go to), `_starts`.
     """
 
     def __init__(
@@ -131,6 +140,8 @@ class Cluster:
         around: Callable[[str, Handlers], Handlers] = lambda member_id, handlers: handlers,
         new_index: Callable[[int, Limits], Index] = Index,
         tell: Callable[[StoreClient, list[StoreNode]], None] = StoreClient.set_nodes,
+        tell_node: Callable[[SimNode, list[StoreNode]], None] = SimNode.set_nodes,
+        replicas: int = 1,
     ) -> None:
         self.tasks = tasks
         self.fabric = Fabric(tasks)
@@ -140,6 +151,8 @@ class Cluster:
         self._around = around
         self._new_index = new_index
         self._tell = tell
+        self._tell_node = tell_node
+        self._replicas = replicas
         self._lives: list[object] = []
         self._starts = 0
 
@@ -157,7 +170,8 @@ class Cluster:
         host: str = "host-0",
         setting: Setting = "auto",
         landing_bytes: int = 1 << 20,
-        **limits: float,
+        scrub_s: float = 0.0,
+        **limits: Any,
     ) -> SimNode:
         """Start a node with room for `blocks` blocks, or start it anew."""
         identity = self.identity(host)
@@ -166,12 +180,22 @@ class Cluster:
             identity, [slab.region], setting=setting, landing_bytes=landing_bytes
         )
         index = self._new_index(slab.size, Limits(epoch=identity.start_id, **limits))
-        node = Node(index, slab, endpoints, InlineExecutor(), LoopClock())
+        index.ledger.copy_bytes = slab.copy
         hello = Hello("store", member_id, host, identity.start_id, identity.pid, {})
+        wires: list[Wire] = []
+        dialer = self.dialer(hello, self.tasks, wires)
+        clock = LoopClock()
+        router = Router(self.tasks, dialer, endpoints, Counter(), clock.now_s)
+        executor = InlineExecutor()
+        node = Node(
+            member_id, index, slab, endpoints, executor, clock, router, self.tasks, scrub_s=scrub_s
+        )
         handlers = self._around(member_id, node.handlers())
-        server = Server(hello, handlers, on_leave=node.on_leave)
+        server = Server(hello, handlers, CREDENTIALS, on_leave=node.on_leave)
         scope = anyio.CancelScope()
-        sim = SimNode(member_id, node, index, slab, server, identity, scope, self.tasks)
+        sim = SimNode(
+            member_id, node, index, slab, server, identity, scope, self.tasks, dialer, wires
+        )
         self._lives.append(slab)
 
         async def run() -> None:
@@ -223,21 +247,32 @@ class Cluster:
     def view(self, *, alive_only: bool = False) -> list[StoreNode]:
         """Return the nodes as the membership would."""
         return [
-            StoreNode(node.member_id, node.member_id, node.slab.size, node.identity.host_id)
+            StoreNode(
+                node.member_id,
+                node.member_id,
+                node.slab.size,
+                node.identity.host_id,
+                replicas=self._replicas,
+                draining=node.index.draining,
+            )
             for node in self.nodes.values()
             if node.alive or not alive_only
         ]
 
     def share_view(self) -> None:
-        """Tell every worker which nodes there are."""
+        """Tell every worker and every node which nodes there are."""
         for worker in self.workers:
             self._tell(worker.store, self.view())
+        for node in self.nodes.values():
+            if node.alive:
+                self._tell_node(node, self.view())
 
     def kill_node(self, member_id: str) -> None:
         """Kill -9."""
         node = self.nodes[member_id]
         node.alive = False
         node.scope.cancel()
+        node.dialer.is_over = True
         self.fabric.kill(node.identity.start_id)
         for wire in node.wires:
             wire.cut()
@@ -271,10 +306,10 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster() -> AsyncIterator[Cluster]:
+async def cluster(*, replicas: int = 1) -> AsyncIterator[Cluster]:
     """Run a cluster; leaving checks every node's law once more."""
     async with anyio.create_task_group() as tasks:
-        sim = Cluster(tasks)
+        sim = Cluster(tasks, replicas=replicas)
         yield sim
         sim.check()
         tasks.cancel_scope.cancel()

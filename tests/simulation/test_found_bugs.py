@@ -17,6 +17,7 @@ from kvass.decode.loop import Ticket
 from kvass.decode.offer import Offerer
 from kvass.decode.schedule import Piece
 from store_sim import chain_of, cluster
+from trust import CREDENTIALS
 from wires import Fate, wire_pair
 from worker_sim import Decoder, add_decoder
 
@@ -113,12 +114,12 @@ async def test_a_call_that_is_left_ends_at_a_peer_that_was_slow_to_take_it() -> 
         return Done()
 
     hello = Hello("decode", "d", "h", "s", 1, {})
-    server = Server(hello, {Forget: wait, PrefillOver: wait})
+    server = Server(hello, {Forget: wait, PrefillOver: wait}, CREDENTIALS)
     frame_s = [0.0]
     near, far = wire_pair("g", "d", lambda source, target: Fate(frame_s[0]))
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(server.serve_connection, far)
-        client = await open_client(near, hello, Tags(WORKER_REPLIES))
+        client = await open_client(near, hello, Tags(WORKER_REPLIES), CREDENTIALS)
         tasks.start_soon(client.run)
         with anyio.move_on_after(1):
             async with anyio.create_task_group() as calls:

@@ -4,17 +4,30 @@ which pass without them."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import anyio
+import numpy as np
 import pytest
 
+from hash_model import BLOCK, HashModel
+from kvass.common import keys
+from kvass.common.keys import block_key
+from kvass.common.model.runner import Rows
 from kvass.common.rpc.client import Client
 from kvass.decode.loop import DecodeLoop, Ticket
 from kvass.decode.worker import Service
 from kvass.gateway.session import Session
+from kvass.kvstore import fills, pulls
+from kvass.kvstore import messages as m
+from kvass.kvstore.handover import Handover
 from kvass.kvstore.ledger import Entry, Ledger
-from kvass.kvstore.pulls import _Batch
+from kvass.kvstore.links import NodeLink
+from kvass.kvstore.placement import StoreNode
+from kvass.kvstore.pulls import PullOutcome, _Batch
+from kvass.kvstore.put_calls import PutCalls, _Coming
+from kvass.kvstore.router import Router
+from kvass.kvstore.transfers import Transfers
 from kvass.prefill.job import Run
 from kvass.prefill.loop import PrefillLoop
 from whole import run_seed
@@ -104,6 +117,94 @@ def an_unfinished_report_is_believed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Session, "_distrusting", lambda session: contextlib.nullcontext())
 
 
+def the_salt_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """A private chain's blocks have the names of everybody's."""
+    patch.setattr(keys, "block_key", lambda parent, tokens, salt=b"": block_key(parent, tokens))
+
+
+def a_slot_is_reused_while_bytes_move_into_it(patch: pytest.MonkeyPatch) -> None:
+    """What was given up while its bytes were on their way is free at once."""
+    settle = Ledger._settle
+
+    def settles(ledger: Ledger, entry: Entry) -> None:
+        moves, entry.moves = entry.moves, 0
+        settle(ledger, entry)
+        entry.moves = moves
+
+    patch.setattr(Ledger, "_settle", settles)
+
+
+def a_block_is_shown_before_it_is_checked(patch: pytest.MonkeyPatch) -> None:
+    """A put's blocks are visible as soon as their bytes begin to move."""
+    begin = PutCalls._begin_moves
+
+    def begin_moves(calls: PutCalls, request: m.PutCommit, session: str) -> dict[_Coming, None]:
+        coming = begin(calls, request, session)
+        for block in coming:
+            calls._state.index.end_move(block.move, block.announced)
+            block.move.entry.moves += 1  # they still move
+        return coming
+
+    patch.setattr(PutCalls, "_begin_moves", begin_moves)
+
+
+def a_worker_computes_wrong(patch: pytest.MonkeyPatch) -> None:
+    """One row in some fifty, on prefill workers: their checksums are right, and their bytes not."""
+    run = HashModel._run
+
+    def wrong(model: HashModel, piece: Rows) -> int:
+        state = run(model, piece)
+        if piece.write and not piece.logits and state % 50 == 0:
+            position = piece.start
+            model._cells[piece.slots[position // BLOCK], position % BLOCK] ^= np.uint64(1)
+        return state
+
+    patch.setattr(HashModel, "_run", wrong)
+
+
+def a_copy_is_taken_unchecked(patch: pytest.MonkeyPatch) -> None:
+    """A node that takes copies believes that what it got is what the other one has."""
+
+    async def trusting(
+        transfers: Transfers,
+        link: NodeLink,
+        chain: m.Named,
+        slots: Mapping[int, int],
+        *,
+        ends_s: float,
+    ) -> PullOutcome:
+        outcome = await pulls.pull(transfers, link, chain, slots, ends_s=ends_s)
+        for index, why in outcome.missed.items():
+            if why == "corrupt":
+                (outcome.pulled[index],) = transfers.sums([slots[index]])
+        return outcome
+
+    patch.setattr(fills, "pull", trusting)
+
+
+def a_drain_is_over_too_early(patch: pytest.MonkeyPatch) -> None:
+    """A node says that others have all its blocks, once it has told them."""
+
+    async def leave(handover: Handover) -> int:
+        for member_id, entries in handover._batches(handover._visible()):
+            await handover._tell(member_id, entries)
+        return 0
+
+    patch.setattr(Handover, "leave", leave)
+
+
+def a_reader_asks_the_first_home_only(patch: pytest.MonkeyPatch) -> None:
+    """Where a copy of a dead node's blocks is, nobody looks."""
+    looked_at = Router._looked_at
+
+    def first(
+        router: Router, segment: bytes, *, writing: bool, spread: bool
+    ) -> Sequence[StoreNode]:
+        return looked_at(router, segment, writing=writing, spread=spread)[:1]
+
+    patch.setattr(Router, "_looked_at", first)
+
+
 # With each bug the number of seeds within which it must be found, and what finds it.
 BUGS: list[tuple[Plant, int, str]] = [
     (a_leased_slot_is_freed, 20, "a leased slot was given back"),
@@ -111,6 +212,13 @@ BUGS: list[tuple[Plant, int, str]] = [
     (a_prefill_wake_up_is_lost, 20, "not done in their time"),
     (a_jobs_own_wake_up_is_lost, 20, "not done in their time"),
     (a_decode_wake_up_is_lost, 20, "not done in 300 s"),
+    (the_salt_is_forgotten, 40, "tokens cached of"),
+    (a_slot_is_reused_while_bytes_move_into_it, 40, "given back while bytes moved into it"),
+    (a_block_is_shown_before_it_is_checked, 20, "visible that was not checked"),
+    (a_worker_computes_wrong, 40, ""),
+    (a_copy_is_taken_unchecked, 60, ""),
+    (a_drain_is_over_too_early, 60, "may leave, and a block goes with it"),
+    (a_reader_asks_the_first_home_only, 60, "nobody finds after a crash"),
     (a_hold_is_never_released, 20, "guarded_bytes"),
     (a_call_that_is_left_goes_on, 20, ""),
     (an_unfinished_report_is_believed, 120, "tokens cached of"),

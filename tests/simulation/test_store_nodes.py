@@ -8,7 +8,8 @@ import trio.testing
 
 from kvass.common.errors import Unavailable
 from kvass.kvstore import messages as m
-from kvass.kvstore.placement import StoreNode, order
+from kvass.kvstore.client import ClaimResult
+from kvass.kvstore.placement import Placement, StoreNode
 from store_sim import LAYOUT, at_rest, chain_of, cluster, pull, push
 
 pytestmark = pytest.mark.anyio
@@ -25,7 +26,7 @@ async def test_segments_spread_over_nodes_and_a_dead_node_is_only_misses() -> No
             sim.add_node(f"store-{i}", blocks=600)
         worker = sim.add_worker(slots=800)
         chain = chain_of(512)
-        home = [order(chain.segment_key(i), sim.view())[0].member_id for i in range(512)]
+        home = [Placement(sim.view()).order(chain.segment_key(i))[0].member_id for i in range(512)]
         assert len(set(home)) == 3
         for first in range(0, 512, 64):
             wanted = range(first, first + 64)
@@ -112,9 +113,25 @@ async def test_a_drained_node_answers_reads_only() -> None:
         await worker.store.drain("store-0", deadline_s=1)
         assert await push(worker, chain, range(8)) == ((0, 4),)
         assert await pull(worker, chain, range(8)) == {0, 1, 2, 3}
-        assert (await worker.store.claim(chain, [(0, 8)], owner="a", deadline_s=1)).taken == [
-            (4, 8)
-        ]
+        claim = await worker.store.claim(chain, [(0, 8)], owner="a", deadline_s=1)
+        assert claim == ClaimResult(granted=[], visible=[(0, 4)], taken=[])
+
+
+async def test_a_node_that_drains_sends_writers_and_claimants_on_before_they_know() -> None:
+    """It said that others computed the blocks, and that nobody did when it was asked to wait for
+    them: a job asked again and again, without a pause, until it heard of the drain."""
+    async with cluster() as sim:
+        for number in range(2):
+            sim.add_node(f"store-{number}")
+        worker = sim.add_worker()
+        chain = chain_of(8)
+        home = Placement(sim.view()).order(chain.keys[0])[0].member_id
+        await push(worker, chain, range(4))
+        sim.nodes[home].node.drain()
+        claim = await worker.store.claim(chain, [(0, 8)], owner="a", deadline_s=1)
+        assert claim == ClaimResult(granted=[(4, 8)], visible=[(0, 4)], taken=[])
+        assert await push(worker, chain, range(8)) == ((0, 8),)
+        assert sim.nodes[home].node.counts()["visible_blocks"] == 4
 
 
 async def test_an_erasure_that_cannot_be_done_is_not_hidden() -> None:
@@ -130,12 +147,12 @@ async def test_an_erasure_that_cannot_be_done_is_not_hidden() -> None:
 def test_placement_is_weighted_and_moves_only_what_it_must() -> None:
     nodes = [StoreNode(f"s{i}", f"a:{i}", 1 << (30 + (i == 3))) for i in range(4)]
     segments = [bytes([i % 256, i // 256]).ljust(32, b"s") for i in range(4000)]
-    homes = [order(s, nodes)[0].member_id for s in segments]
+    homes = [Placement(nodes).order(s)[0].member_id for s in segments]
     share = homes.count("s3") / len(homes)
     assert share == pytest.approx(0.4, abs=0.03)
-    without = [order(s, nodes[:2] + nodes[3:])[0].member_id for s in segments]
+    without = [Placement(nodes[:2] + nodes[3:]).order(s)[0].member_id for s in segments]
     for before, after, segment in zip(homes, without, segments, strict=True):
         if before != "s2":
             assert after == before
         else:
-            assert after == order(segment, nodes)[1].member_id
+            assert after == Placement(nodes).order(segment)[1].member_id

@@ -16,7 +16,6 @@ from kvass.common.wire import Delta
 from kvass.gateway.ask import Ask
 from kvass.gateway.fleet import Fleet
 from kvass.gateway.replies import Usage
-from kvass.kvstore.index import Index
 from lives import Life
 from store_sim import LAYOUT, Cluster, SimNode, chain_from
 
@@ -110,35 +109,6 @@ def _common(one: Sequence[int], two: Sequence[int]) -> int:
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(two)))
 
 
-class WatchedIndex(Index):
-    """An index that is checked whenever the node has done something with it.
-
-    Mutable field: `looks`.
-    """
-
-    looks = 0
-
-    def take_news(self) -> list[bytes]:
-        """Return the news, and look at everything that must hold."""
-        self.looks += 1
-        check_leases(self)
-        if self.looks % 32 == 0:
-            self.ledger.check()
-        return super().take_news()
-
-
-def check_leases(index: Index) -> None:
-    """What is leased is there: its slot has not been given to anybody else."""
-    ledger = index.ledger
-    sizes = sum(ledger.sizes.values()) + ledger.extents.free_bytes
-    assert sizes == ledger.extents.total, "the slab's states do not add up"
-    for lease in index.leases._leases.values():
-        for entry in lease.entries:
-            there = entry in ledger.gone or ledger.entries.get(entry.header.key) is entry
-            assert there, "a leased slot was given back"
-            assert entry.leases > 0
-
-
 def check_rest(lives: Iterable[Life], nodes: Iterable[SimNode], fleet: Fleet) -> None:
     """Nobody asks for anything: nothing is used, held, promised or waited for."""
     for life in lives:
@@ -148,9 +118,12 @@ def check_rest(lives: Iterable[Life], nodes: Iterable[SimNode], fleet: Fleet) ->
         _check_landing(life.member_id, life.worker.store._moving().endpoints.landing.counts())
     names = ("writing_bytes", "retired_bytes", "quarantined_bytes", "guarded_bytes")
     counted = ("leases", "claims", "puts", "waited_blocks", "held_bytes")
+    waiting = ("fill_queued_blocks", "copies_waiting")
     for node in nodes:
+        if not node.alive:
+            continue
         counts = node.node.counts()
-        for name in (*names, *counted):
+        for name in (*names, *counted, *waiting):
             assert counts[name] == 0, f"{node.member_id} still has {name}: {counts[name]}"
         _check_landing(node.member_id, node.node._state.endpoints.landing.counts())
         node.index.ledger.check()
@@ -162,16 +135,24 @@ def _check_landing(member_id: str, counts: dict[str, int]) -> None:
         assert counts[state] == 0, f"{member_id} still has {state} landing memory"
 
 
-def check_bytes(sim: Cluster, lives: Iterable[Life], requests: Iterable[Request]) -> int:
-    """Every block that has a name, in whatever store or pool, has the one right content; returns
-    how many were looked at."""
+def check_bytes(
+    sim: Cluster,
+    lives: Iterable[Life],
+    requests: Iterable[Request],
+    seen: Iterable[tuple[bytes, bytes]],
+) -> int:
+    """Every block that has a name, in whatever store or pool, or that was `seen`, has the one right
+    content; returns how many were looked at."""
     right = _contents(requests)
     looked = 0
+    for key, found in seen:
+        assert found == right[key], "wrong bytes were read after a crash"
+        looked += 1
     for node in sim.nodes.values():
         for key, entry in node.index.ledger.entries.items():
             if node.alive and entry.state == "visible":
-                found = node.slab.view[entry.slot.offset :][: LAYOUT.block_size]
-                assert bytes(found) == right[key], f"{node.member_id} has wrong bytes for a block"
+                stored = node.slab.view[entry.slot.offset :][: LAYOUT.block_size]
+                assert bytes(stored) == right[key], f"{node.member_id} has wrong bytes for a block"
                 looked += 1
     for life in lives:
         for slot, named in life.pool._names.items():

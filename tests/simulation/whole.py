@@ -42,6 +42,11 @@ from wires import SimDialer, Wire
 
 REQUEST_S = 300.0
 CALM_REST_S = 4.0  # then nothing may be in use, where nothing went wrong
+# Of a node's counts, those that show what a run has reached.
+COUNTED = (
+    *("evictions", "put_corrupt", "leases_lost", "get_suspect", "corrupt", "dropped"),
+    *("filled", "fill_failed", "copies_untold", "hot_segments"),
+)
 # Leases, landing memory that is rebuilt, a put's deadline and a shunned node's return.
 REST_S = 25.0
 
@@ -55,7 +60,7 @@ class Whole:
         self.tasks = tasks
         rough = scenario.weather == "rough"
         self.disturbance = Disturbance(scenario.seed, record, rough=rough)
-        self.members = Members(scenario, self.disturbance, tasks)
+        self.members = Members(scenario, self.disturbance, record, tasks)
         self.requests: list[Request] = []
         self.store, self.fleet = self._gateway()
         self.members.gateway_stores.append(self.store)
@@ -155,7 +160,8 @@ class Whole:
         self.members.share()
         await anyio.sleep(CALM_REST_S if undisturbed else REST_S + self.scenario.hold_s)
         check_rest(self.members.lives.values(), self.members.sim.nodes.values(), self.fleet)
-        looked = check_bytes(self.members.sim, self.members.lives.values(), self.requests)
+        seen = self.members.prober.seen
+        looked = check_bytes(self.members.sim, self.members.lives.values(), self.requests, seen)
         self.record.note(f"{looked} blocks are right")
 
     def _count_reached(self) -> None:
@@ -167,7 +173,7 @@ class Whole:
                 self.record.count("suspended", life.loop.totals.suspended)
         for node in self.members.sim.nodes.values():
             counts = node.node.counts()
-            for kind in ("evictions", "put_corrupt", "leases_lost", "get_suspect", "corrupt"):
+            for kind in COUNTED:
                 self.record.count(kind, counts[kind])
         resumed = self.fleet.metrics.resumed.collect()
         self.record.count("resumed", int(sum(each.samples[0].value for each in resumed)))

@@ -19,6 +19,7 @@ from kvass.common.rpc.client import Client, open_client
 from kvass.common.rpc.hello import Hello
 from kvass.common.rpc.server import Server
 from kvass.common.wire import Tags
+from trust import CREDENTIALS
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,7 @@ class SimDialer:
             client = self._clients.get(address)
             if client is None or client.closed_because is not None:
                 wire = self._dial(address)
-                client = await open_client(wire, self._hello, self._replies)
+                client = await open_client(wire, self._hello, self._replies, CREDENTIALS)
                 self._clients[address] = client
                 self._tasks.start_soon(client.run)
             return client

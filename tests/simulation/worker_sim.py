@@ -156,14 +156,16 @@ def add_prefiller(
     *,
     slots: int = 64,
     step_s: float = 0.01,
+    batch: int = 4,
     registry: CollectorRegistry | None = None,
+    tasks: anyio.abc.TaskGroup | None = None,
 ) -> Prefiller:
-    """Start a prefill worker."""
-    registry = registry or CollectorRegistry()
-    worker = sim.add_worker(name, slots=slots, metrics=BlockMetrics(registry))
+    """Start a prefill worker; in `tasks`, if it is to die before the cluster does."""
+    registry, tasks = registry or CollectorRegistry(), tasks or sim.tasks
+    worker = sim.add_worker(name, tasks=tasks, slots=slots, metrics=BlockMetrics(registry))
     pool = BlockPool(slots)
     costs = Costs(tokens_per_s=1.0)  # so slow that loading always pays
-    scheduler = PrefillScheduler(chunk_tokens=4 * BLOCK, batch_requests=4)
+    scheduler = PrefillScheduler(chunk_tokens=4 * BLOCK, batch_requests=batch)
     resolver = Resolver(worker.store, costs, LAYOUT.block_size, CLAIM_S)
     model = HashModel(worker.memory)
     loop = PrefillLoop(scheduler, model, SlowExecutor(step_s), resolver, costs)
@@ -174,7 +176,7 @@ def add_prefiller(
         running=lambda: scheduler.running,
         waiting=lambda: scheduler.waiting,
     )
-    sim.tasks.start_soon(loop.run)
+    tasks.start_soon(loop.run)
     return Prefiller(worker, pool, model, loop)
 
 

@@ -1,0 +1,240 @@
+"""How a store node takes copies of blocks from another one: for replicas, repair and handover.
+
+    fill(source, spans) ─> a bounded queue ─> describe ─> put_begin here ─> pull ─> visible
+
+A fill is a hint: it is taken in at once and done later, one at a time, so that a node that has just
+joined or come back is not stormed, and what its memory holds already is skipped. Bytes come as they
+come to every client, by a lease and with checksums; nothing is visible before it was checked here.
+
+It refuses to know why somebody wants the copy: that is `handover.py`'s, and the reader's that found
+a block at another node than the first.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import anyio
+import anyio.abc
+import numpy as np
+from numpy.typing import NDArray
+
+from kvass.common.block import BlockHeader
+from kvass.common.errors import KvassError
+from kvass.common.executor import Executor
+from kvass.common.rpc.server import Call, Handler
+from kvass.common.wire import Message
+from kvass.kvstore import messages as m
+from kvass.kvstore.links import CALL_S, NodeLink
+from kvass.kvstore.node_state import NodeState, request_of
+from kvass.kvstore.pulls import PullOutcome, pull
+from kvass.kvstore.puts import PutOrder
+from kvass.kvstore.router import Router
+from kvass.kvstore.slab import Slab
+from kvass.kvstore.transfers import TRANSFER_S, PlainShape, Transfers
+
+QUEUED_MAX = 16_384  # blocks; of the default model 3 GB, a second or two of a fast network
+OWN_SESSION = "fill"  # no process's start id: the puts that this node makes to itself
+
+
+@dataclass(frozen=True, slots=True)
+class _SlabSlots:
+    """The slab as a worker's slots are seen: a slot's number is its offset."""
+
+    slab: Slab
+    block_size: int
+
+    @property
+    def address(self) -> int:
+        return self.slab.address
+
+    @property
+    def size(self) -> int:
+        return self.slab.size
+
+    @property
+    def array(self) -> _SlabSlots:
+        return self
+
+    def __getitem__(self, offset: int) -> NDArray[np.uint8]:
+        return np.frombuffer(self.slab.view, dtype=np.uint8, count=self.block_size, offset=offset)
+
+    def address_of(self, offset: int) -> int:
+        return self.slab.address + offset
+
+
+Kind = tuple[bytes, str, str, int, int, int]  # a `messages.Shape` without its index
+
+
+@dataclass(slots=True)
+class Filler:
+    """The copies that one node takes. Mutable fields: `_queue` (source, span), `_queued` (keys),
+    `_news`, and the counts of blocks `filled`, `failed` and `dropped` (there was no room in the
+    queue)."""
+
+    state: NodeState
+    slab: Slab
+    router: Router
+    executor: Executor
+    tasks: anyio.abc.TaskGroup
+    filled: int = 0
+    failed: int = 0
+    dropped: int = 0
+    _queue: deque[tuple[str, m.Span]] = field(default_factory=deque)
+    _queued: set[bytes] = field(default_factory=set)
+    _news: anyio.Event = field(default_factory=anyio.Event)
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+    _transfers: dict[PlainShape, Transfers] = field(default_factory=dict)
+
+    def handlers(self) -> Mapping[type[Message], Handler]:
+        """Return what an RPC server answers."""
+        return {m.Describe: self._describe, m.Fill: self._fill}
+
+    def counts(self) -> dict[str, int]:
+        return {
+            "fill_queued_blocks": len(self._queued),
+            "filled": self.filled,
+            "fill_failed": self.failed,
+            "fill_dropped": self.dropped,
+        }
+
+    async def run(self) -> None:
+        """Take copies, one span after the other, until cancelled."""
+        while True:
+            while self._queue:
+                source, span = self._queue.popleft()
+                keys = {key for _, key in span.named()}
+                try:
+                    await self._take(source, span)
+                except KvassError:
+                    self.failed += len(keys)
+                finally:
+                    self._queued -= keys
+            await self._news.wait()
+            self._news = anyio.Event()
+
+    async def _describe(self, call: Call) -> m.Described:
+        ledger = self.state.index.ledger
+        shapes: list[m.Shape] = []
+        for index, key in m.named(request_of(call, m.Describe).spans).items():
+            entry = ledger.visible(key)
+            if entry is not None and len(shapes) < m.BLOCKS_MAX:
+                h = entry.header
+                kind = (h.namespace, h.tenant, h.writer, h.token_count, h.length)
+                shapes.append(m.Shape(index, *kind, entry.head_groups))
+        return m.Described(shapes=tuple(shapes))
+
+    async def _fill(self, call: Call) -> m.Filling:
+        request = request_of(call, m.Fill)
+        visible = self.state.index.ledger.visible
+        lacking = 0
+        for span in request.spans:
+            missing = [key for _, key in span.named() if visible(key) is None]
+            lacking += len(missing)
+            self._queue_up(request.source, span, missing)
+        return m.Filling(lacking=lacking)
+
+    def _queue_up(self, source: str, span: m.Span, missing: Sequence[bytes]) -> None:
+        fresh = [key for key in missing if key not in self._queued]
+        if not fresh:
+            return
+        if len(self._queued) + len(fresh) > QUEUED_MAX:
+            self.dropped += len(fresh)
+            return
+        self._queue.append((source, span))
+        self._queued.update(fresh)
+        self._news.set()
+
+    async def _take(self, source: str, span: m.Span) -> None:
+        """Copy what of a span is there and not here."""
+        link = self.router.link(source)
+        described = await link.call(m.Describe(spans=(span,)), deadline_s=CALL_S)
+        kinds: dict[Kind, list[int]] = {}
+        for shape in described.shapes:
+            kind = (
+                shape.namespace,
+                shape.tenant,
+                shape.writer,
+                shape.token_count,
+                shape.block_size,
+                shape.head_groups,
+            )
+            kinds.setdefault(kind, []).append(shape.index)
+        piece = m.Piece(span)
+        own = {index for index, _ in span.named()}
+        for kind, indices in kinds.items():
+            await self._copy(link, piece, sorted(own.intersection(indices)), kind)
+
+    async def _copy(
+        self, link: NodeLink, piece: m.Piece, indices: Sequence[int], kind: Kind
+    ) -> None:
+        """Bring blocks of one kind into slots of their own, check them, and show them."""
+        index, now_s = self.state.index, self.state.now_s
+        order = self._order(piece, indices, kind)
+        index.put_begin(order, now_s())
+        keys = [header.key for header in order.headers]
+        begun = index.begin_moves(order.put_id, OWN_SESSION, keys, now_s())
+        moves = {
+            header.index: move
+            for header, move in zip(order.headers, begun, strict=True)
+            if move is not None
+        }
+        outcome, begun_s = PullOutcome(), now_s()
+        try:
+            if moves:
+                transfers = self._moving(PlainShape(kind[4], kind[5]))
+                places = {i: move.offset for i, move in moves.items()}
+                outcome = await pull(transfers, link, piece, places, ends_s=now_s() + TRANSFER_S)
+        finally:
+            for i, move in moves.items():
+                stored = index.end_move(move, outcome.pulled.get(i))
+                self.filled += stored
+                self.failed += not stored
+            index.put_abort(order.put_id, OWN_SESSION, now_s())
+            self.state.on_moved("fill", kind[4] * len(outcome.pulled), now_s() - begun_s)
+            self.state.notify()
+
+    def _order(self, piece: m.Piece, indices: Sequence[int], kind: Kind) -> PutOrder:
+        namespace, tenant, writer, token_count, block_size, head_groups = kind
+        headers = [
+            BlockHeader(
+                key=piece.key(index),
+                parent=piece.parent(index),
+                segment_key=piece.span.segment_key,
+                index=index,
+                namespace=namespace,
+                tenant=tenant,
+                writer=writer,
+                token_count=token_count,
+                length=block_size,
+                checksums=(),
+            )
+            for index in indices
+        ]
+        return PutOrder(
+            put_id=f"{OWN_SESSION}-{next(self._numbers)}",
+            session=OWN_SESSION,
+            headers=headers,
+            head_groups=head_groups,
+            groups=range(head_groups),
+            ends_s=self.state.now_s() + 2 * TRANSFER_S,
+            is_copy=True,
+        )
+
+    def _moving(self, shape: PlainShape) -> Transfers:
+        """Return the means for blocks of one shape; a cluster has one or two."""
+        if shape not in self._transfers:
+            if len(self._transfers) >= 16:
+                self._transfers.clear()
+            self._transfers[shape] = Transfers(
+                _SlabSlots(self.slab, shape.block_size),
+                shape,
+                range(shape.head_groups),
+                self.state.endpoints,
+                self.executor,
+                self.tasks,
+            )
+        return self._transfers[shape]

@@ -1,0 +1,101 @@
+"""Names of blocks on the wire: spans. Pure.
+
+A span is a segment's key, the chain indices, and the full keys, since a segment key and an index
+are ambiguous once two chains part inside a segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Protocol
+
+import msgspec
+from msgspec import Meta
+
+from kvass.common.errors import Invalid
+from kvass.common.keys import KEY_BYTES, SEGMENT_BLOCKS, segments
+from kvass.common.wire import ITEMS_MAX, Key, Range
+
+Keys = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES * SEGMENT_BLOCKS)]
+Index = Annotated[int, Meta(ge=0, le=ITEMS_MAX)]  # in a chain; of its tokens 16 times as many
+# 4,096 spans are 131,072 blocks, 2 M tokens: sixteen of the longest prompts foreseen, 4 MiB of
+# keys.
+SPANS_MAX = 4_096
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Consecutive blocks of one chain inside one segment; `keys` are concatenated, `parent` is the
+    first one's."""
+
+    segment_key: Key
+    first: Index
+    parent: Key
+    keys: Keys
+
+    def __len__(self) -> int:
+        return len(self.keys) // KEY_BYTES
+
+    def named(self) -> Iterator[tuple[int, bytes]]:
+        """Yield (chain index, key) in order; raises Invalid for a span that cannot be one."""
+        count, rest = divmod(len(self.keys), KEY_BYTES)
+        if rest or self.first % SEGMENT_BLOCKS + count > SEGMENT_BLOCKS:
+            raise Invalid(
+                f"span: {len(self.keys)} bytes of keys from block {self.first} on; expected whole "
+                f"keys of {KEY_BYTES} bytes inside one segment of {SEGMENT_BLOCKS} blocks"
+            )
+        for i in range(count):
+            yield self.first + i, self.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES]
+
+
+Spans = Annotated[tuple[Span, ...], Meta(max_length=SPANS_MAX)]
+
+
+class Named(Protocol):
+    """Blocks of one chain by index: a whole `common.keys.Chain`, or a piece of one."""
+
+    def segment_key(self, index: int) -> bytes: ...
+
+    def parent(self, index: int) -> bytes: ...
+
+    def key(self, index: int) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The blocks of one span, for a node that knows no more of their chain."""
+
+    span: Span
+
+    def segment_key(self, index: int) -> bytes:
+        return self.span.segment_key
+
+    def parent(self, index: int) -> bytes:
+        return self.key(index - 1) if index > self.span.first else self.span.parent
+
+    def key(self, index: int) -> bytes:
+        at = (index - self.span.first) * KEY_BYTES
+        return self.span.keys[at : at + KEY_BYTES]
+
+
+def spans_of(chain: Named, ranges: Iterable[Range]) -> list[Span]:
+    """Name ranges of a chain's blocks, cut at segment boundaries."""
+    return [
+        Span(
+            chain.segment_key(low),
+            low,
+            chain.parent(low),
+            b"".join([chain.key(index) for index in range(low, high)]),
+        )
+        for first, stop in ranges
+        for low, high in segments(first, stop)
+        if first < stop
+    ]
+
+
+def named(spans: Sequence[Span]) -> dict[int, bytes]:
+    """Return the keys of spans by chain index; raises Invalid when an index comes twice."""
+    keys = {index: key for span in spans for index, key in span.named()}
+    if len(keys) != sum(len(span) for span in spans):
+        raise Invalid("spans: a chain index comes twice")
+    return keys

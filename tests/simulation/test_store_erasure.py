@@ -1,0 +1,134 @@
+"""Erasing all over a cluster: blocks, copies under way, tenants, a writer that computes wrong."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+import trio.testing
+
+from kvass.common.rpc.server import Call
+from kvass.common.wire import Message
+from kvass.kvstore import erase
+from kvass.kvstore import messages as m
+from kvass.kvstore.erasures import BAR_S, MARK_S
+from store_sim import Cluster, Handlers, Worker, at_rest, chain_of, cluster, pull, push
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, object]]:
+    return "trio", {"clock": trio.testing.MockClock(autojump_threshold=0)}
+
+
+def visible(sim: Cluster) -> int:
+    return sum(node.index.counts()["visible_blocks"] for node in sim.nodes.values())
+
+
+def slow_drop(member_id: str, handlers: Handlers) -> Handlers:
+    """Let one node hear of an erasure three seconds after the other."""
+
+    async def late(call: Call) -> Message | None:
+        await anyio.sleep(3.0)
+        return await handlers[m.Drop](call)
+
+    return {**handlers, m.Drop: late} if member_id == "store-1" else dict(handlers)
+
+
+async def test_a_copy_from_a_node_not_yet_told_brings_nothing_back() -> None:
+    async with anyio.create_task_group() as tasks:
+        sim = Cluster(tasks, around=slow_drop, replicas=2)
+        sim.add_node("store-0")
+        sim.add_node("store-1", host="host-1")
+        worker = sim.add_worker()
+        chain = chain_of(8)
+        await push(worker, chain, range(8), tenant="alice")
+        await anyio.sleep(1.0)
+        assert visible(sim) == 16
+
+        async def repair() -> None:
+            await anyio.sleep(1.0)  # store-0 has erased, store-1 has not
+            assert visible(sim) == 8
+            spans = tuple(m.spans_of(chain, [(0, 8)]))
+            link = worker.store.router.link("store-0")
+            await link.call(m.Fill(source="store-1", spans=spans), deadline_s=1.0)
+            await anyio.sleep(1.0)
+            assert visible(sim) == 8, "a copy brought erased blocks back"
+
+        tasks.start_soon(repair)
+        assert await worker.store.drop(tenant="alice") == 16
+        await anyio.sleep(2.0)
+        assert visible(sim) == 0
+        assert sim.nodes["store-0"].index.counts()["erased_refused"] == 8
+        # What is put anew is new; copies of it are taken again once the mark is over.
+        await anyio.sleep(MARK_S)
+        assert await push(worker, chain, range(8), tenant="alice") == ((0, 8),)
+        await anyio.sleep(1.0)
+        assert visible(sim) == 16
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_copy_under_way_is_erased_with_the_rest() -> None:
+    async with cluster(replicas=2) as sim:
+        sim.add_node("store-0")
+        sim.add_node("store-1", host="host-1")
+        worker = sim.add_worker()
+        chain = chain_of(32)
+        tasks = sim.tasks
+        tasks.start_soon(push, worker, chain, range(32))
+        for _ in range(40):  # whatever is under way at each moment
+            await anyio.lowlevel.checkpoint()
+            await worker.store.drop(writer="prefill-0")
+        await anyio.sleep(2.0)
+        await worker.store.drop(writer="prefill-0")
+        await anyio.sleep(2.0)
+        assert visible(sim) == 0
+        for name in ("store-0", "store-1"):
+            await at_rest(sim, name)
+
+
+async def test_a_tenants_blocks_go_and_only_his() -> None:
+    async with cluster() as sim:
+        sim.add_node("store-0")
+        worker = sim.add_worker()
+        alice, bob = chain_of(8, salt=b"a"), chain_of(8, salt=b"b")
+        await push(worker, alice, range(8), tenant="alice")
+        await push(worker, bob, range(8), tenant="bob")
+        used = await erase.tenants(worker.store.router, 1.0)
+        assert [(each.tenant, each.blocks) for each in used] == [("alice", 8), ("bob", 8)]
+        assert await worker.store.drop(tenant="alice") == 8
+        assert await pull(worker, alice, range(8)) == set()
+        assert await pull(worker, bob, range(8)) == set(range(8))
+
+
+async def two_writers(sim: Cluster) -> tuple[Worker, Worker]:
+    for number in range(2):
+        sim.add_node(f"store-{number}", blocks=400)
+    return sim.add_worker("prefill-0"), sim.add_worker("prefill-1")
+
+
+async def test_what_was_computed_upon_a_barred_writers_blocks_goes_too() -> None:
+    async with cluster() as sim:
+        wrong, right = await two_writers(sim)
+        chain, other = chain_of(160), chain_of(64, seed=1)
+        await push(right, chain, range(0, 8))
+        await push(wrong, chain, range(8, 16))
+        for first in range(16, 160, 48):  # of segments on both nodes, all upon what is wrong
+            await push(right, chain, range(first, first + 48))
+        await push(right, other, range(64))
+        assert await erase.bar(right.store.router, "prefill-0", 5.0) == 152
+        assert await right.store.lookup(chain, [(0, 160)], deadline_s=1.0) == [(0, 8)]
+        assert await right.store.lookup(other, [(0, 64)], deadline_s=1.0) == [(0, 64)]
+
+
+async def test_nothing_of_a_barred_writer_is_taken_for_a_while() -> None:
+    async with cluster() as sim:
+        wrong, right = await two_writers(sim)
+        chain = chain_of(16)
+        await erase.bar(right.store.router, "prefill-0", 5.0)
+        assert await push(wrong, chain, range(8)) == ()
+        assert wrong.store.counts["push_full"] == 8
+        assert await push(right, chain, range(8)) == ((0, 8),)
+        assert await pull(wrong, chain, range(8)) == set(range(8))  # reading harms nobody
+        await anyio.sleep(BAR_S)
+        assert await push(wrong, chain, range(8, 16)) == ((8, 16),)
