@@ -33,6 +33,7 @@ check: $(VENV)/installed-dev ## Format, lint, types, import contracts, tidiness
 soak: $(VENV)/installed-dev ## Thousands of simulated clusters; property tests, with many more examples
 	@$(BIN)/python tests/simulation/repeat.py $(SEEDS_FROM) --count $(SEEDS)
 	@$(BIN)/pytest -m "not process and not model" --hypothesis-profile=soak
+	@KVASS_FUZZ_S=900 $(BIN)/pytest -s --timeout 0 tests/simulation/test_fuzz_calls.py tests/simulation/test_fuzz_frames.py
 	@KVASS_CHAOS_S=1200 exec $(BIN)/pytest -s tests/processes/test_chaos.py
 
 clean: ## Remove what was installed and built (not the model's cache)

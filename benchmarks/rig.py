@@ -33,6 +33,7 @@ from kvass.common import config as configuration
 from kvass.common.keys import Chain, Namespace, ranges_of
 from kvass.common.model.fetch import resolve_model
 from kvass.common.model.tokenizer import Tokenizer
+from kvass.common.rpc.credentials import credentials_of
 from kvass.common.rpc.dial import Dialer
 from kvass.common.rpc.hello import Hello
 from kvass.common.wire import WORKER_REPLIES, Forget, Tags
@@ -318,9 +319,10 @@ async def control(client: httpx.AsyncClient) -> AsyncIterator[Control]:
     """Connect to every member that the gateway lists."""
     overview = (await client.get("/v1/cluster")).json()
     members, namespace = overview["members"], Namespace(bytes.fromhex(overview["namespace"]))
+    credentials = credentials_of(configuration.ClusterConfig())
     hello = Hello("bench", "bench-0", "bench", uuid.uuid4().hex, os.getpid(), cluster={})
     async with anyio.create_task_group() as tasks:
-        store = StoreClient(hello, tasks)
+        store = StoreClient(hello, tasks, credentials)
         store.set_nodes(
             [
                 StoreNode(each["id"], each["address"], int(each["details"]["capacity_bytes"]))
@@ -329,5 +331,7 @@ async def control(client: httpx.AsyncClient) -> AsyncIterator[Control]:
             ]
         )
         workers = [each["address"] for each in members if each["role"] in ("prefill", "decode")]
-        yield Control(namespace, workers, Dialer(tasks, hello, Tags(WORKER_REPLIES)), store)
+        yield Control(
+            namespace, workers, Dialer(tasks, hello, Tags(WORKER_REPLIES), credentials), store
+        )
         tasks.cancel_scope.cancel()

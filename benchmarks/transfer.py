@@ -31,9 +31,10 @@ import numpy as np
 import rig
 from kvass.common import event_loop
 from kvass.common.block import BlockLayout
-from kvass.common.config import Config, StoreConfig, TransportConfig
+from kvass.common.config import ClusterConfig, Config, StoreConfig, TransportConfig
 from kvass.common.keys import Chain, Namespace
 from kvass.common.pool.memory import SlotMemory
+from kvass.common.rpc.credentials import credentials_of
 from kvass.common.rpc.hello import Hello
 from kvass.common.transport.cma import CmaTransport
 from kvass.common.transport.identity import own_identity
@@ -66,12 +67,12 @@ def hello_of(role: str) -> Hello:
     return Hello(role, f"{role}-0", who.host_id, who.start_id, who.pid, {})
 
 
-def chains(count: int) -> list[Chain]:
+def chains(count: int, blocks: int = BLOCKS) -> list[Chain]:
     """Return chains that share no block."""
     made = []
     for number in range(count):
         chain = Chain(Namespace(b"t" * 32), LAYOUT.block_tokens)
-        chain.extend([number, *range(1, BLOCKS * LAYOUT.block_tokens)])
+        chain.extend([number, *range(1, blocks * LAYOUT.block_tokens)])
         made.append(chain)
     return made
 
@@ -133,9 +134,10 @@ def process(target: Callable[..., None], *arguments: object) -> Iterator[Any]:
 class Memcpy:
     """Copies of single blocks within this process, by one core."""
 
-    def __init__(self, rows: int) -> None:
-        self._source = SlotMemory(LAYOUT, rows * BLOCKS)
+    def __init__(self, rows: int, layout: BlockLayout = LAYOUT) -> None:
+        self._source = SlotMemory(layout, rows * BLOCKS)
         self._source.array[:] = 7
+        self._size = layout.block_size
 
     def copy_s(self, target: SlotMemory, row: int) -> float:
         source = self._source
@@ -143,7 +145,7 @@ class Memcpy:
         pairs = [(target.address_of(slot), source.address_of(slot)) for slot in slots]
         started_s = time.perf_counter()
         for to, of in pairs:
-            ctypes.memmove(to, of, LAYOUT.block_size)
+            ctypes.memmove(to, of, self._size)
         return time.perf_counter() - started_s
 
 
@@ -183,14 +185,27 @@ def receive_s(connection: socket.socket, target: SlotMemory, row: int) -> float:
 
 
 @contextlib.asynccontextmanager
+async def a_client(
+    kind: Setting, address: str, memory: SlotMemory, layout: BlockLayout = LAYOUT
+) -> AsyncIterator[StoreClient]:
+    """Yield a client of the node at an address."""
+    async with open_client(
+        TransportConfig(kind=kind),
+        hello_of("decode"),
+        credentials_of(ClusterConfig()),
+        memory=memory,
+        layout=layout,
+    ) as store:
+        store.set_nodes([StoreNode("store-0", address, 1 << 30)])
+        yield store
+
+
+@contextlib.asynccontextmanager
 async def filled_store(
     kind: Setting, address: str, memory: SlotMemory, names: list[Chain]
 ) -> AsyncIterator[StoreClient]:
     """Yield a client of a node that has every chain's blocks."""
-    async with open_client(
-        TransportConfig(kind=kind), hello_of("decode"), memory=memory, layout=LAYOUT
-    ) as store:
-        store.set_nodes([StoreNode("store-0", address, 1 << 30)])
+    async with a_client(kind, address, memory) as store:
         for row, chain in enumerate(names):
             slots = range(row * BLOCKS, (row + 1) * BLOCKS)
             memory.array[slots.start : slots.stop] = row

@@ -39,10 +39,8 @@ def _reason(error: OSError | UnicodeError, host: str, port: int, section: str) -
         reason = "no host is named so" if isinstance(error, UnicodeError) else error.strerror
         return f"cannot listen on {host!r}: {reason} (setting {section}host)"
     if error.errno == errno.EADDRINUSE:
-        return (
-            f"port {port} on {host} is in use: stop what uses it, or choose another with --port "
-            "or KVASS_PORT"
-        )
+        by = "--port or KVASS_PORT" if section == "gateway." else "--port"
+        return f"port {port} on {host} is in use: stop what uses it, or choose another with {by}"
     if error.errno == errno.EADDRNOTAVAIL:
         return f"cannot listen on {host}: it is no address of this host (setting {section}host)"
     return f"cannot listen on {host}, port {port}: {error.strerror or error}"

@@ -5,8 +5,8 @@
     kvass/<cluster>/do/<id>                      commands
     kvass/<cluster>/echo/<start>                 a member's own marker: what came before it has come
 
-A payload is msgpack of [schema version, body]. The start's id in the topic is what keeps an old
-last will away from a new presence. The bus refuses to know who is live, and it buffers nothing
+Payloads are signed: `seal.py`. The start's id in the topic is what keeps an old last will away from
+a new presence. The bus refuses to know who is live and what a payload says, and it buffers nothing
 while the broker is down, except what is retained: that is said again on every connection.
 """
 
@@ -16,19 +16,15 @@ import logging
 import random
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import aiomqtt
 import anyio
-import msgspec
 
-from kvass.common import wire
 from kvass.common.errors import Invalid
 
 _log = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 1
-PAYLOAD_BYTES_MAX = 64 << 10  # a presence is under 2 KB, a load under 1 KB
 INCOMING_MAX = (
     4096  # two seconds of the loads of 1,000 members; more is dropped: a newer load follows
 )
@@ -41,14 +37,6 @@ RETRY_LONGEST_S = 1.0  # membership's REJOIN_S counts on it
 COMPLAIN_EVERY_S = 30.0
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-T = TypeVar("T")
-
-
-class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a member is told to do: `forget`, `drain`, `shutdown`."""
-
-    verb: str
-    arguments: dict[str, str | int | float] = {}
 
 
 class MemberTopic(NamedTuple):
@@ -110,30 +98,6 @@ def check_name(name: str, what: str) -> str:
     if _NAME.fullmatch(name) is None:
         raise Invalid(f"{what} is {name!r}; expected up to 64 letters, digits, '.', '_' or '-'")
     return name
-
-
-def encode(body: object) -> bytes:
-    """Return the payload of a message."""
-    payload = wire.pack([SCHEMA_VERSION, body])
-    if len(payload) > PAYLOAD_BYTES_MAX:
-        raise Invalid(f"a payload of {len(payload)} bytes is over {PAYLOAD_BYTES_MAX}")
-    return payload
-
-
-def decode(payload: bytes, kind: type[T]) -> T:
-    """Return a payload's body; raises Invalid for another version, type or size."""
-    if len(payload) > PAYLOAD_BYTES_MAX:
-        raise Invalid(f"a payload of {len(payload)} bytes is over {PAYLOAD_BYTES_MAX}")
-    envelope = wire.unpack(payload)
-    if not (isinstance(envelope, list) and len(envelope) == 2):
-        raise Invalid("a payload must be [schema version, body]")
-    version, body = envelope
-    if version != SCHEMA_VERSION:
-        raise Invalid(f"schema version {version!r}; this process speaks {SCHEMA_VERSION}")
-    try:
-        return msgspec.convert(body, kind)
-    except msgspec.ValidationError as error:
-        raise Invalid(f"{kind.__name__}: {error}") from None
 
 
 class Bus:

@@ -2,8 +2,8 @@
 
 `cluster` holds what all members must agree on; its resolved values are exchanged on every
 connection and a difference is refused with the field named. The rest is per process. Environment
-variables carry secrets only (`KVASS_SALT_SECRET`; and KVASS_PORT, which the program turns into an
-option). Nobody writes to a config; derived values are properties.
+variables carry secrets only (`KVASS_SALT_SECRET`, `KVASS_CLUSTER_SECRET`; and KVASS_PORT, which the
+program turns into an option). Nobody writes to a config; derived values are properties.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ from dataclasses import field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ByteSize, ConfigDict, TypeAdapter, ValidationError
+from pydantic import (
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    SecretStr,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic.dataclasses import dataclass
 
 from kvass.common.block import KvDtype
@@ -23,6 +30,7 @@ from kvass.common.errors import Invalid
 _STRICT = ConfigDict(extra="forbid")
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_BROKER = "127.0.0.1:1883"  # where members look when none is named
+WEIGHT_MAX = 1e6  # of a tenant, beside another one's 1
 THREADS_MAX = 1024  # more cores than any machine has; a typo, and torch would start them all
 _BYTE_SIZE = TypeAdapter(ByteSize)
 
@@ -47,6 +55,15 @@ class ClusterConfig:
     head_groups: int = 1  # the largest tensor-parallel degree that is served
     max_model_len: int = 0  # tokens; 0: what the model was made for
     broker: str = ""  # host:port; empty: DEFAULT_BROKER, or `kvass up`'s own
+    # What a member proves to know before it is listened to; see secret.py for where else it is
+    # looked for. In a file only: a command line is everybody's to read.
+    secret: SecretStr = SecretStr("")
+    secret_file: str = ""
+    # PEM files; all three or none. TLS on every RPC connection, each side showing its certificate,
+    # which `tls_ca` must have signed: a CA that signs for nobody else, since any it signs may join.
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
@@ -64,10 +81,28 @@ class StoreConfig:
     """One store node."""
 
     slab_bytes: Size = 1 << 30
+    port: int = 0  # of its RPC listener; 0: a free one
+    standalone: bool = False  # no broker, no membership: whoever knows the address uses the node
+    # A background check reads the whole slab once in this time; 0: none. In a day that is 0.8 MB/s
+    # for a slab of 64 GiB, which one core hashes in a fraction of a millisecond.
+    scrub_s: float = 86_400.0
+    flash_dir: str = ""  # a folder on a local disk, of this node alone; empty: no second tier
+    flash_bytes: Size = 16 << 30
+    flash_segment_bytes: Size = 64 << 20  # of each of its files
+    flash_unsynced_bytes: Size = 256 << 20  # what a power cut may cost, at most
+    replicas: int = 1  # copies of each segment, on hosts apart where there are several
+    # reuse: what is least worth its room goes first, learned from use; lru: the oldest chain
+    eviction: Literal["reuse", "lru"] = "reuse"
     hold_share: float = 0.5  # of the slab that held and pinned blocks may take together
     claim_s: float = 2.0  # how long a claim lasts without progress
     hold_s: float = 60.0  # how long a committed block waits for the worker that asked for it
     quarantine_share: float = 0.125  # of the slab; at this cap a put is answered `full`
+    # By tenant, of each node's slab; the tenant of public blocks, and of all while the gateway has
+    # no API keys, has an empty name.
+    tenant_quotas: dict[str, Size] = field(default_factory=dict)
+    tenant_quota: Size = 0  # of tenants that are not named there; 0: as much as there is
+    # Shares of a full slab; 1 for who is not named. Who has the most for his weight loses first.
+    tenant_weights: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
@@ -83,6 +118,14 @@ class WorkerConfig:
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
+class PrefillConfig(WorkerConfig):
+    """A prefill worker."""
+
+    # Of its time, at most and only when idle, for computing anew what other workers have stored.
+    audit_share: float = 0.01
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
 class GatewayConfig:
     """The OpenAI-compatible front."""
 
@@ -93,6 +136,9 @@ class GatewayConfig:
     # off: every request gets a salt of its own, so nothing that another one computed is found
     prefix_reuse: bool = True
     prefill_tokens_min: int = 64  # a missing suffix shorter than this is left to decode
+    # TOML: each tenant's name and its keys, or their SHA-256 (api_keys.py). Empty: no key is asked
+    # for, and all requests are one tenant's.
+    api_keys_file: str = ""
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
@@ -102,7 +148,7 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     transport: TransportConfig = field(default_factory=TransportConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
-    prefill: WorkerConfig = field(default_factory=WorkerConfig)
+    prefill: PrefillConfig = field(default_factory=PrefillConfig)
     decode: WorkerConfig = field(default_factory=WorkerConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     host: str = "127.0.0.1"  # the address that RPC and metrics ports are bound to
@@ -132,6 +178,11 @@ def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
 
 def _apply(tree: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
+    if name.strip() == "cluster.secret":
+        raise Invalid(
+            "--set cluster.secret: every user of a machine can read its command lines; put it into "
+            "KVASS_CLUSTER_SECRET, or into a file named by cluster.secret_file"
+        )
     if not equals:
         raise Invalid(f"--set {override!r}: expected section.name=value")
     try:
@@ -169,6 +220,12 @@ def _validate(config: Config) -> None:
             f"host is {config.host!r}, which is what members announce and others connect to: name "
             "the address of one interface"
         )
+    if cluster.secret.get_secret_value() and cluster.secret_file:
+        raise Invalid("cluster.secret and cluster.secret_file are both set: name one of them")
+    tls = {"tls_cert": cluster.tls_cert, "tls_key": cluster.tls_key, "tls_ca": cluster.tls_ca}
+    if any(tls.values()) and not all(tls.values()):
+        absent = ", ".join(f"cluster.{name}" for name, path in tls.items() if not path)
+        raise Invalid(f"{absent} not set: TLS takes tls_cert, tls_key and tls_ca together")
     if not 1 <= cluster.block_tokens <= 256:
         raise Invalid(f"cluster.block_tokens is {cluster.block_tokens}; expected 1 to 256")
     for name, worker in (("prefill", config.prefill), ("decode", config.decode)):
@@ -186,8 +243,14 @@ def _validate(config: Config) -> None:
     for name, share in (("hold", store.hold_share), ("quarantine", store.quarantine_share)):
         if not 0 < share < 1:
             raise Invalid(f"store.{name}_share is {share}; expected between 0 and 1")
-    if not 0 <= config.gateway.port <= 65535:
-        raise Invalid(f"gateway.port is {config.gateway.port}; expected 0 to 65535")
+    for name, port in (("gateway", config.gateway.port), ("store", store.port)):
+        if not 0 <= port <= 65535:
+            raise Invalid(f"{name}.port is {port}; expected 0 to 65535")
+    _validate_tenants(store)
+    if not 0 <= config.prefill.audit_share <= 1:
+        raise Invalid(f"prefill.audit_share is {config.prefill.audit_share}; expected 0 to 1")
+    if store.scrub_s < 0:
+        raise Invalid(f"store.scrub_s is {store.scrub_s}; expected seconds, or 0 for no scrub")
     for name, size in (
         ("store.slab_bytes", store.slab_bytes),
         ("transport.landing_bytes", config.transport.landing_bytes),
@@ -195,6 +258,20 @@ def _validate(config: Config) -> None:
     ):
         if size < 1:
             raise Invalid(f"{name} is {size}; expected at least 1")
+
+
+def _validate_tenants(store: StoreConfig) -> None:
+    for tenant, weight in store.tenant_weights.items():
+        if not 0 < weight <= WEIGHT_MAX:
+            raise Invalid(
+                f"store.tenant_weights: {tenant!r} has {weight}; expected over 0, up to "
+                f"{WEIGHT_MAX:g}"
+            )
+    for name, quota in {"tenant_quota": store.tenant_quota, **store.tenant_quotas}.items():
+        if quota < 0:
+            raise Invalid(
+                f"store.tenant_quotas: {name!r} has {quota}; expected bytes, or 0 for none"
+            )
 
 
 # See model/identity.py; "namespace" depends on "device_kind".

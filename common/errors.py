@@ -76,3 +76,9 @@ class Incompatible(KvassError):
         self.field = field
         self.ours = ours
         self.theirs = theirs
+
+
+class Unauthorized(KvassError):
+    """A peer did not prove that it is of this cluster: not its secret, or no certificate of its."""
+
+    http_status = 503

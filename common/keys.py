@@ -124,6 +124,10 @@ class Chain:
         del self._rest[: full * size]
         return self.keys[first:]
 
+    def key(self, index: int) -> BlockKey:
+        """Return the key of block `index`."""
+        return self.keys[index]
+
     def parent(self, index: int) -> bytes:
         """Return the key that block `index` was derived from (the namespace for block 0)."""
         return self.keys[index - 1] if index else self.namespace

@@ -26,13 +26,15 @@ import anyio
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from kvass.common import bus, metrics
+from kvass.common import bus, metrics, seal, wire
 from kvass.common.clock import Clock, RealClock
 from kvass.common.config import DEFAULT_BROKER, Config, difference
-from kvass.common.errors import Incompatible, Invalid, KvassError, Unavailable
+from kvass.common.errors import Incompatible, Invalid, KvassError, Unauthorized, Unavailable
 from kvass.common.membership import ROLES, Entry, Load, NodeTable, Peer, Role, State
 from kvass.common.roll_call import RollCall
+from kvass.common.rpc.credentials import credentials_of
 from kvass.common.rpc.hello import Hello
+from kvass.common.secret import REMEDY
 from kvass.common.transport.identity import own_identity
 
 _log = logging.getLogger(__name__)
@@ -47,10 +49,12 @@ FOLLOWED: Mapping[Role, tuple[Role, ...]] = {
     "gateway": ROLES,
     "prefill": ("store",),
     "decode": ("store",),
-    "store": (),
+    "store": ("store",),
 }
 
-CommandHandler = Callable[[bus.Command], Awaitable[None]]
+FOREIGN_MAX = 64  # presences of another secret that are looked at before joining
+
+CommandHandler = Callable[[seal.Command], Awaitable[None]]
 
 
 class Listed(NamedTuple):
@@ -65,9 +69,10 @@ class Member:
     """One process in the cluster; see the module. asyncio only, as the bus is.
 
     Mutable fields: `_peer` (its own presence), `_seen` (who was live at the last look), `_changed`
-    and `_load_came` (set and replaced at each change and each load). `cluster_fields` is empty for
-    members that serve any model. `load` is called twice a second in the event loop. `on_command`
-    gets this member's commands, one after the other.
+    and `_load_came` (set and replaced at each change and each load), `_foreign` (topics of members
+    that sign with another secret, and whether a load of theirs has come). `cluster_fields` is empty
+    for members that serve any model. `load` is called twice a second in the event loop.
+    `on_command` gets this member's commands, one after the other.
     """
 
     def __init__(
@@ -87,6 +92,7 @@ class Member:
         self._load = load
         self._on_command = on_command
         self._clock: Clock = clock or RealClock()
+        self.credentials = credentials_of(config.cluster)
         self.hello = Hello(
             role=role,
             member_id=bus.check_name(member_id, "member id"),
@@ -127,8 +133,11 @@ class Member:
         self._changed = anyio.Event()
         self._load_came = anyio.Event()
         self._echoed = anyio.Event()
+        self._seal = seal.Seal(self.credentials.secret)
+        self._orders = seal.Orders(identity.start_id)
+        self._foreign: dict[bus.MemberTopic, bool] = {}
         self._seen: tuple[int, list[str]] = (0, [])
-        self._commands, self._commands_received = anyio.create_memory_object_stream[bus.Command](
+        self._commands, self._commands_received = anyio.create_memory_object_stream[seal.Command](
             COMMANDS_QUEUED
         )
 
@@ -184,7 +193,8 @@ class Member:
             state=state,
             details=self._peer.details if details is None else dict(details),
         )
-        await self._bus.retain(self._topics.presence(*self._own), bus.encode(self._peer))
+        topic = self._topics.presence(*self._own)
+        await self._bus.retain(topic, self._seal.close(topic, self._peer))
 
     def live(self, role: Role) -> list[Peer]:
         """Return the live, ready members of a role, in order of id."""
@@ -222,12 +232,17 @@ class Member:
             await changed.wait()
 
     async def command(self, member_id: str, verb: str, **arguments: str | int | float) -> None:
-        """Tell a member to do something; raises Unavailable when the broker doesn't take it."""
-        payload = bus.encode(bus.Command(verb, arguments))
-        if not await self._bus.publish(self._topics.commands(member_id), payload, qos=1):
+        """Tell a member to do something; raises Unavailable when no such member is known, or the
+        broker doesn't take it."""
+        starts = [e.peer.start_id for e in self.table.entries() if e.peer.member_id == member_id]
+        if not starts:
+            raise Unavailable(f"no member {member_id!r} is known here")
+        topic = self._topics.commands(member_id)
+        command = seal.new_command(verb, starts[-1], time.time(), arguments)
+        if not await self._bus.publish(topic, self._seal.close(topic, command), qos=1):
             raise Unavailable(f"the broker {self._bus.broker} does not take commands now")
 
-    async def _why_refused(self) -> Incompatible | None:
+    async def _why_refused(self) -> KvassError | None:
         await self._echoed.wait()  # the broker's retained messages came before it
         ours = self.hello.cluster
         for entry in self.table.entries():
@@ -238,6 +253,13 @@ class Member:
             if name is not None and await self._is_alive(entry):
                 who = f"{peer.role} {peer.member_id}"
                 return Incompatible(name, ours.get(name), peer.cluster.get(name), who=who)
+        if self._foreign and not self.table.entries() and await self._is_foreign_alive():
+            return Unauthorized(
+                f"the members of this cluster at the broker {self._bus.broker} have another "
+                "cluster secret than this process, whose is from "
+                f"{self.credentials.secret.source}: {REMEDY}; or give this cluster a name of its "
+                "own (cluster.name)"
+            )
         return None
 
     async def _is_alive(self, entry: Entry) -> bool:
@@ -249,11 +271,21 @@ class Member:
                 await self._load_came.wait()
         return entry.load_heard_s is not None
 
+    async def _is_foreign_alive(self) -> bool:
+        """Wait for a load of a member with another secret, as `_is_alive` does."""
+        for about in self._foreign:
+            await self._bus.subscribe(self._topics.load(*about[1:]))
+        with anyio.move_on_after(JOIN_CHECK_S):
+            while not any(self._foreign.values()):
+                await self._load_came.wait()
+        return any(self._foreign.values())
+
     async def _on_link_up(self) -> None:
         self.table.link_up(self._clock.now_s())
         self._metrics.bus_up.set(1)
         self._metrics.bus_links.set(self._bus.links)
-        await self._bus.publish(self._topics.echo(self._peer.start_id), bus.encode(None))
+        topic = self._topics.echo(self._peer.start_id)
+        await self._bus.publish(topic, self._seal.close(topic, None))
 
     def _on_link_down(self) -> None:
         self.table.link_down()
@@ -262,6 +294,9 @@ class Member:
     def _on_message(self, topic: str, payload: bytes) -> None:
         try:
             self._take(topic, payload)
+        except Unauthorized as error:
+            self._metrics.messages_refused.inc()
+            self._note_foreign(topic, error)
         except Invalid as error:
             self._metrics.messages_refused.inc()
             _log.warning("message on %s: %s", topic, error)
@@ -271,24 +306,50 @@ class Member:
         now_s = self._clock.now_s()
         if about is None:
             if topic == self._topics.commands(self._peer.member_id):
-                self._queue_command(bus.decode(payload, bus.Command))
+                command = self._seal.open(topic, payload, seal.Command).body
+                self._orders.check(command, time.time())
+                self._queue_command(command)
             else:
+                self._seal.open(topic, payload, type(None))
                 self._echoed.set()
         elif about.kind == "load":
-            load = bus.decode(payload, dict[str, int | float | str])
+            number, load = self._seal.open(topic, payload, wire.Facts)
+            if self._seal.step(topic, number) <= 0:
+                raise Invalid("it was heard before")
             self.table.saw_load(about.start_id, load, now_s)
-            self._load_came.set()
-            self._load_came = anyio.Event()
+            self._wake_joining()
         elif not payload:
             self.table.saw_gone(about.start_id)
         else:
-            peer = bus.decode(payload, Peer)
+            number, peer = self._seal.open(topic, payload, Peer)
+            if self._seal.step(topic, number) < 0:
+                raise Invalid("a later one was heard before")
             if (peer.role, peer.member_id, peer.start_id) != about[1:]:
                 raise Invalid(f"it speaks of {peer.role} {peer.member_id}@{peer.start_id}")
             self.table.saw_presence(peer, now_s)
         self._notice()
 
-    def _queue_command(self, command: bus.Command) -> None:
+    def _note_foreign(self, topic: str, error: Unauthorized) -> None:
+        """Somebody without our secret speaks: say so once, and remember who, to say more when this
+        process is the one that is wrong."""
+        if not self._foreign:
+            _log.warning(
+                "message on %s: %s (from %s); such are ignored, and counted only from now on",
+                topic,
+                error,
+                self.credentials.secret.source,
+            )
+        about = self._topics.parse(topic) or bus.MemberTopic("", "", "", topic)
+        member = about._replace(kind="member")
+        if member in self._foreign or len(self._foreign) < FOREIGN_MAX:
+            self._foreign[member] = self._foreign.get(member, False) or about.kind == "load"
+        self._wake_joining()
+
+    def _wake_joining(self) -> None:
+        self._load_came.set()
+        self._load_came = anyio.Event()
+
+    def _queue_command(self, command: seal.Command) -> None:
         try:
             self._commands.send_nowait(command)
         except anyio.WouldBlock:
@@ -316,8 +377,8 @@ class Member:
                 _log.log(level, "%s", text)
             for role in ROLES:
                 self._metrics.members.labels(role).set(len(self.live(role)))
-            payload = bus.encode(dict(self._load()))
-            await self._bus.publish(self._topics.load(*self._own), payload)
+            topic = self._topics.load(*self._own)
+            await self._bus.publish(topic, self._seal.close(topic, dict(self._load())))
             await anyio.sleep(LOAD_INTERVAL_S)
 
     async def _obey(self) -> None:

@@ -18,9 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
+
+from kvass.common import wire
 
 Role = Literal["gateway", "prefill", "decode", "store"]
 ROLES: tuple[Role, ...] = ("gateway", "prefill", "decode", "store")
@@ -42,16 +45,16 @@ class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     role: Role
-    member_id: str
-    start_id: str
-    host_id: str
-    pid: int
+    member_id: wire.Id
+    start_id: wire.Id
+    host_id: wire.Id
+    pid: wire.Natural
     state: State
-    started_s: float  # wall clock: only to tell which of two starts of one id is the later
-    address: str = ""  # RPC or HTTP, host:port; empty while joining
-    metrics_address: str = ""
-    cluster: dict[str, str | int] = {}
-    details: dict[str, str | int | float] = {}
+    started_s: wire.Finite  # wall clock: only to tell which of two starts of one id is the later
+    address: wire.Name = ""  # RPC or HTTP, host:port; empty while joining
+    metrics_address: wire.Name = ""
+    cluster: Annotated[dict[wire.Name, wire.Integer | wire.Text], Meta(max_length=64)] = {}
+    details: wire.Facts = {}
 
 
 @dataclass(slots=True)

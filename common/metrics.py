@@ -163,8 +163,23 @@ class BlockMetrics:
         )
 
 
+class AuditMetrics:
+    """A prefill worker's audit of what others have stored."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.blocks = Total(
+            "kvass_audit_blocks",
+            "Blocks of other workers that were computed anew and compared, by outcome",
+            "outcome",
+            registry=registry,
+        )
+        self.barred = Total(
+            "kvass_audit_barred", "Writers barred since they compute wrong", registry=registry
+        )
+
+
 class StoreMetrics:
-    """A store node: its slab, by state; what became of blocks; what its users have out."""
+    """A store node now: its tiers, by state, and what its users have out."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.bytes = Gauge(
@@ -172,6 +187,21 @@ class StoreMetrics:
         )
         self.slots = Gauge(
             "kvass_store_slots", "Slots in use, by state", ["state"], registry=registry
+        )
+        self.tier_bytes = Gauge(
+            "kvass_store_tier_bytes",
+            "Bytes of each tier: in use, and in all",
+            ["tier", "what"],
+            registry=registry,
+        )
+        self.tier_blocks = Gauge(
+            "kvass_store_tier_blocks", "Blocks in each tier", ["tier"], registry=registry
+        )
+        self.tenant_bytes = Gauge(
+            "kvass_store_tenant_bytes",
+            "Bytes of the slab by tenant, of those that have the most",
+            ["tenant"],
+            registry=registry,
         )
         self.protected_bytes = Gauge(
             "kvass_store_protected_bytes", "Bytes kept from eviction", ["by"], registry=registry
@@ -182,13 +212,82 @@ class StoreMetrics:
         self.landing_bytes = Gauge(
             "kvass_store_landing_bytes", "Landing memory, by state", ["state"], registry=registry
         )
+        self.copies = Gauge(
+            "kvass_store_copies",
+            "Blocks of which copies are to be taken: told to others (waiting), taken here (queued),"
+            " and (left) what a node that drains has still to see elsewhere",
+            ["state"],
+            registry=registry,
+        )
+        self.hot_segments = Gauge(
+            "kvass_store_hot_segments",
+            "Segments read so much that their readers are spread over several nodes",
+            registry=registry,
+        )
+        self.draining = Gauge(
+            "kvass_store_draining",
+            "1 while the node hands over and takes nothing new",
+            registry=registry,
+        )
+
+
+class StoreTotals:
+    """A store node: what it has done and met since its start."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
         self.blocks = Counter(
             "kvass_store_blocks", "Blocks, by what became of them", ["event"], registry=registry
+        )
+        self.evictions = Counter(
+            "kvass_store_evictions",
+            "Blocks evicted: for room, or since their tenant was over its quota",
+            ["cause"],
+            registry=registry,
         )
         self.lookups = Counter(
             "kvass_store_lookups",
             "Blocks looked up, by answer; one that gateway and workers ask for counts each time",
             ["answer"],
+            registry=registry,
+        )
+        self.hits = Counter(
+            "kvass_store_hits",
+            "Blocks found, by the tier they were in",
+            ["tier"],
+            registry=registry,
+        )
+        self.leases_lost = Counter(
+            "kvass_store_leases_lost",
+            "Leases that ended before their reader did",
+            registry=registry,
+        )
+        self.scrubbed_bytes = Counter(
+            "kvass_store_scrubbed_bytes", "Bytes that the scrub has read", registry=registry
+        )
+        self.scrub_findings = Counter(
+            "kvass_store_scrub_findings", "Blocks that the scrub found corrupt", registry=registry
+        )
+        self.flash_written_bytes = Counter(
+            "kvass_store_flash_written_bytes",
+            "Bytes written to flash: appended, or copied forward; their sum is its wear",
+            ["why"],
+            registry=registry,
+        )
+        self.flash_faults = Counter(
+            "kvass_store_flash_faults", "Faults of the flash tier", ["what"], registry=registry
+        )
+        self.moved_bytes = Counter(
+            "kvass_store_moved_bytes",
+            "Bytes of blocks that writers stored (put), readers had (get), this node copied (fill)",
+            ["what"],
+            registry=registry,
+        )
+        self.moved_seconds = Histogram(
+            "kvass_store_moved_seconds",
+            "Time of one put, get or fill that moved bytes, as the node sees it; a get on the same"
+            " host is its lease",
+            ["what"],
+            buckets=_TRANSFER_S,
             registry=registry,
         )
 

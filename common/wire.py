@@ -15,14 +15,34 @@ import msgspec
 from msgspec import Meta
 
 from kvass.common.errors import Invalid
+from kvass.common.keys import KEY_BYTES
 
-PROTOCOL_VERSION = 1
-# A prompt of 131,072 tokens is 0.6 MB of msgpack and its keys 0.26 MB; 16 MiB leaves room for an
-# NIXL agent's metadata and for the largest `put_begin`.
-FRAME_BYTES_MAX = 16 << 20
+PROTOCOL_VERSION = 2
+# A prompt of 131,072 tokens is 0.6 MB of msgpack, and the largest `lookup` 4.7 MB.
+FRAME_BYTES_MAX = 8 << 20
 ITEMS_MAX = 1 << 20
+ENTRIES_MAX = 4096  # of a map: the largest is a `logit_bias`
+# Arrays and maps in one value. The largest `lookup` has 4,097; its answer, of 131,072 blocks of
+# which every other one is there, 65,537. An empty one is a byte on the wire and 56 in memory.
+CONTAINERS_MAX = 1 << 17
 
-Range = tuple[int, int]  # half-open, of block indices or token positions: the field says which
+# Numbers and texts as they may come from anywhere. msgpack knows no integer of more than 64 bits.
+Integer = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Unsigned = Annotated[int, Meta(ge=0)]  # an xxh3-64
+Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]
+# What may be part of a topic, and of a line in a log.
+Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")]
+Name = Annotated[str, Meta(max_length=256)]  # of an owner, tenant, job or writer
+Text = Annotated[str, Meta(max_length=4_096)]
+Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+Facts = Annotated[dict[Name, Integer | Finite | Text], Meta(max_length=256)]  # of a member
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
+Tokens = Annotated[tuple[TokenId, ...], Meta(max_length=ITEMS_MAX)]
+Position = Annotated[int, Meta(ge=0, le=1 << 24)]  # sixteen times the most tokens of a message
+
+Range = tuple[Position, Position]  # half-open, of block indices or token positions
+Ranges = Annotated[tuple[Range, ...], Meta(max_length=1 << 16)]  # every other block of 131,072
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 Salted = Annotated[bytes, Meta(max_length=64)]  # BLAKE2b takes no longer key
 Blocks = Annotated[int, Meta(ge=0, le=ITEMS_MAX)]
@@ -58,9 +78,11 @@ class Tags:
         """Turn an unpacked map into a message; raises Invalid with the field that was wrong."""
         if not isinstance(value, dict):
             raise Invalid(f"a message must be a map; got {type(value).__name__}")
-        cls = self._classes.get(str(value.get("t")))
+        tag = value.get("t")
+        cls = self._classes.get(tag) if isinstance(tag, str) else None
         if cls is None:
-            raise Invalid(f"unknown message {value.get('t')!r}; known: {', '.join(self._classes)}")
+            known = ", ".join(self._classes)
+            raise Invalid(f"unknown message {repr(tag)[:64]}; known: {known}")
         try:
             # bytes are bytes on the wire: text that looks like base64 is not taken for them.
             return msgspec.convert(value, cls, str_keys=True, builtin_types=(bytes,))
@@ -77,7 +99,16 @@ def pack(value: object) -> bytes:
 
 
 def unpack(data: bytes | memoryview) -> Any:
-    """Decode one msgpack value with every length bounded; raises Invalid."""
+    """Decode one msgpack value, its lengths and its containers' number bounded; raises Invalid."""
+    left = CONTAINERS_MAX
+
+    def counted(container: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ValueError(f"more than {CONTAINERS_MAX} arrays and maps")
+        return container
+
     try:
         return msgpack.unpackb(
             data,
@@ -86,8 +117,10 @@ def unpack(data: bytes | memoryview) -> Any:
             max_bin_len=FRAME_BYTES_MAX,
             max_str_len=FRAME_BYTES_MAX,
             max_array_len=ITEMS_MAX,
-            max_map_len=4096,
+            max_map_len=ENTRIES_MAX,
             max_ext_len=0,
+            list_hook=counted,
+            object_hook=counted,
         )
     except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
         raise Invalid(f"not a msgpack frame: {error}") from None
@@ -104,9 +137,9 @@ class PrefillProgress(Message, frozen=True, tag="prefill_progress"):
     be put into the store (decode computes them).
     """
 
-    visible_blocks: int
-    computed: tuple[Range, ...]
-    missing: tuple[Range, ...] = ()
+    visible_blocks: Blocks
+    computed: Ranges
+    missing: Ranges = ()
     done: bool = False
 
 
@@ -118,14 +151,14 @@ class Prefill(Request[PrefillProgress], frozen=True, tag="prefill"):
     time.
     """
 
-    job_id: str
-    tokens: tuple[int, ...]
-    hold_owner: str
+    job_id: Name
+    tokens: Tokens
+    hold_owner: Name
     deadline_s: Seconds  # from receipt
     salt: Salted = b""
     public_blocks: Blocks = 0
-    tenant: str = ""
-    priority: int = 0  # lower is sooner
+    tenant: Name = ""
+    priority: Integer = 0  # lower is sooner
 
 
 # --- gateway -> decode ----------------------------------------------------------------------------
@@ -136,23 +169,27 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
     top_p: Share = 1.0
-    top_k: Annotated[int, Meta(ge=0)] = 0  # 0: off
+    top_k: TokenId = 0  # 0: off
     min_p: Share = 0.0
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] = 0
     choice: Annotated[int, Meta(ge=0, le=1 << 16)] = 0  # which of `n`: enters the random counter
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
-    logit_bias: dict[Annotated[int, Meta(ge=0)], Penalty] = {}
+    logit_bias: Annotated[dict[TokenId, Penalty], Meta(max_length=ENTRIES_MAX)] = {}
+
+
+STOPS_MAX = 1024  # OpenAI's API takes four; the gateway says how many ours does
+StopString = Annotated[str, Meta(max_length=1 << 16)]
 
 
 class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """When to stop."""
 
-    max_tokens: int
-    strings: tuple[str, ...] = ()
-    token_ids: tuple[int, ...] = ()
-    min_tokens: int = 0
+    max_tokens: Position
+    strings: Annotated[tuple[StopString, ...], Meta(max_length=STOPS_MAX)] = ()
+    token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=STOPS_MAX)] = ()
+    min_tokens: Position = 0
     ignore_eos: bool = False
     include_stop_string: bool = False
 
@@ -164,11 +201,11 @@ class Delta(Message, frozen=True, tag="delta"):
     the prompt whose KV decode computed itself.
     """
 
-    token_ids: tuple[int, ...] = ()
-    text: str = ""
-    finish_reason: str = ""
-    computed: tuple[Range, ...] = ()
-    stop_reason: str = ""  # the stop string or token that ended it, if one did
+    token_ids: Tokens = ()
+    text: Annotated[str, Meta(max_length=ITEMS_MAX)] = ""
+    finish_reason: Name = ""
+    computed: Ranges = ()
+    stop_reason: StopString = ""  # the stop string or token that ended it, if one did
 
 
 class Generate(Request[Delta], frozen=True, tag="generate"):
@@ -181,34 +218,37 @@ class Generate(Request[Delta], frozen=True, tag="generate"):
     computes what is missing itself.
     """
 
-    request_id: str
-    tokens: tuple[int, ...]
-    prompt_length: int
+    request_id: Name
+    tokens: Tokens
+    prompt_length: Position
     sampling: Sampling
     stop: Stop
     deadline_s: Seconds  # from receipt
-    text_sent: int = 0
+    text_sent: Natural = 0
     prefill_pending: bool = False
-    hold_owner: str = ""  # released in the store once the prompt's blocks are pulled
+    hold_owner: Name = ""  # released in the store once the prompt's blocks are pulled
     salt: Salted = b""
     public_blocks: Blocks = 0
-    tenant: str = ""
-    priority: int = 0
+    tenant: Name = ""
+    priority: Integer = 0
 
 
 class PrefillOver(Request[Done], frozen=True, tag="prefill_over"):
     """The prefill job of `request_id` has ended, well or not: no more blocks will come."""
 
-    request_id: str
+    request_id: Name
 
 
 # --- any member -----------------------------------------------------------------------------------
 
 
+KEYS_MAX = 1 << 17  # sixteen of the longest prompts foreseen
+
+
 class Forget(Request[Done], frozen=True, tag="forget"):
     """Drop blocks from a worker's own pool: those named, or all unreferenced ones."""
 
-    keys: tuple[bytes, ...] = ()
+    keys: Annotated[tuple[Key, ...], Meta(max_length=KEYS_MAX)] = ()
 
 
 WORKER_REQUESTS: tuple[type[Message], ...] = (Prefill, Generate, PrefillOver, Forget)

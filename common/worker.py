@@ -50,7 +50,7 @@ async def serve_calls(
 ) -> None:
     """Answer calls until cancelled; the cluster and the starter hear of it once we listen."""
     listener, address = await listen(config.host)
-    server = Server(member.hello, handlers)
+    server = Server(member.hello, handlers, member.credentials)
     async with listener, anyio.create_task_group() as tasks:
         tasks.start_soon(accept, listener, server.serve_connection)
         await member.announce(address)

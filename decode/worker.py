@@ -181,6 +181,7 @@ async def serve(
             open_client(
                 config.transport,
                 member.hello,
+                member.credentials,
                 memory=engine.memory,
                 layout=engine.layout,
                 metrics=blocks,

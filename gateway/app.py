@@ -7,6 +7,7 @@ transport.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
@@ -29,12 +30,15 @@ from kvass.common.model.identity import cluster_fields, layout_of, max_model_len
 from kvass.common.model.spec import load_spec
 from kvass.common.model.tokenizer import Tokenizer
 from kvass.common.rpc.dial import Dialer
+from kvass.gateway.api_keys import ApiKeys, load_keys
 from kvass.gateway.ask import Served
 from kvass.gateway.fleet import Admission, Fleet
 from kvass.gateway.routes import create_app
 from kvass.gateway.server import HttpServer, bind
 from kvass.kvstore.client import open_client
 from kvass.kvstore.placement import nodes_of
+
+_log = logging.getLogger(__name__)
 
 GRACE_S = 20.0  # for answers that are under way when the process is told to stop
 GOODBYE_S = 2.0
@@ -76,12 +80,18 @@ async def serve(
 ) -> None:
     """Run a gateway until cancelled, then drain it; starts with its `host:port`."""
     served, fields = await anyio.to_thread.run_sync(load_served, config)
+    keys = await anyio.to_thread.run_sync(load_keys, config.gateway.api_keys_file)
+    if keys and not served.salt_secret:
+        _log.warning(
+            "gateway.api_keys_file is set and KVASS_SALT_SECRET is not: tenants' blocks have names "
+            "of their own, which whoever knows a tenant's name and texts can compute"
+        )
     life = _Life()
     with bind(config.gateway.host, config.gateway.port) as bound:
         async with anyio.create_task_group() as told:
             told.start_soon(life.until_cancelled)
             with life.work:
-                await _serve(config, served, fields, member_id, bound, life, task_status)
+                await _serve(config, served, fields, keys, member_id, bound, life, task_status)
 
 
 @dataclass(slots=True, eq=False)
@@ -108,6 +118,7 @@ async def _serve(
     config: Config,
     served: Served,
     fields: Mapping[str, str | int],
+    keys: ApiKeys,
     member_id: str,
     bound: socket.socket,
     life: _Life,
@@ -122,13 +133,13 @@ async def _serve(
             cluster_fields=fields,
             load=lambda: {"running": admission.choices},
         ) as member,
-        open_client(config.transport, member.hello) as store,
+        open_client(config.transport, member.hello, member.credentials) as store,
         anyio.create_task_group() as tasks,
     ):
         fleet = Fleet(
             served=served,
             members=member,
-            dialer=Dialer(tasks, member.hello, wire.Tags(wire.WORKER_REPLIES)),
+            dialer=Dialer(tasks, member.hello, wire.Tags(wire.WORKER_REPLIES), member.credentials),
             store=store,
             metrics=RequestMetrics(member.registry),
             config=config.gateway,
@@ -137,7 +148,7 @@ async def _serve(
         )
         tasks.start_soon(fleet.patrol)
         tasks.start_soon(member.follow, "store", lambda peers: store.set_nodes(nodes_of(peers)))
-        app = create_app(fleet, member.registry, cluster_name=config.cluster.name)
+        app = create_app(fleet, member.registry, cluster_name=config.cluster.name, keys=keys)
         server = HttpServer(app, grace_s=GRACE_S)
         tasks.start_soon(server.run_on, bound)
         await server.accepting.wait()

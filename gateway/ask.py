@@ -84,10 +84,12 @@ class Ask:
     echo: str = ""  # text that goes before each answer
 
 
-async def of_completion(form: CompletionRequest, served: Served, request_id: str) -> list[Ask]:
+async def of_completion(
+    form: CompletionRequest, served: Served, request_id: str, tenant: str = ""
+) -> list[Ask]:
     """Turn /v1/completions into one ask a prompt; raises Invalid."""
     _check_model(form.model, served)
-    sampling, salt = _sampling(form, served), served.salt(form.cache_salt)
+    sampling, salt = _sampling(form, served), served.salt(form.cache_salt, tenant)
     asks = []
     for index, prompt in enumerate(form.prompt):
         if isinstance(prompt, str):
@@ -108,13 +110,16 @@ async def of_completion(form: CompletionRequest, served: Served, request_id: str
                 sampling=sampling,
                 stop=_stop(form, most, served),
                 salt=salt,
+                tenant=tenant,
                 echo=echo,
             )
         )
     return asks
 
 
-async def of_chat(form: ChatRequest, served: Served, request_id: str) -> list[Ask]:
+async def of_chat(
+    form: ChatRequest, served: Served, request_id: str, tenant: str = ""
+) -> list[Ask]:
     """Turn /v1/chat/completions into its one ask; raises Invalid."""
     _check_model(form.model, served)
     messages = [
@@ -137,7 +142,8 @@ async def of_chat(form: ChatRequest, served: Served, request_id: str) -> list[As
         choices=form.n,
         sampling=_sampling(form, served),
         stop=_stop(form, most, served),
-        salt=served.salt(form.cache_salt),
+        salt=served.salt(form.cache_salt, tenant),
+        tenant=tenant,
     )
     return [ask]
 

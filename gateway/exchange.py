@@ -38,12 +38,17 @@ class Exchange(Response):
     """
 
     def __init__(
-        self, fleet: Fleet, hit_rate: HitRate, form: CompletionRequest | ChatRequest
+        self,
+        fleet: Fleet,
+        hit_rate: HitRate,
+        form: CompletionRequest | ChatRequest,
+        tenant: str = "",
     ) -> None:
         super().__init__()
         self._fleet = fleet
         self._hit_rate = hit_rate
         self._form = form
+        self._tenant = tenant
         chat = isinstance(form, ChatRequest)
         self._envelope = Envelope(
             answer_id=f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(16)}",
@@ -85,8 +90,8 @@ class Exchange(Response):
     async def _asks(self) -> list[Ask]:
         answer_id = self._envelope.answer_id
         if isinstance(self._form, ChatRequest):
-            return await ask.of_chat(self._form, self._fleet.served, answer_id)
-        return await ask.of_completion(self._form, self._fleet.served, answer_id)
+            return await ask.of_chat(self._form, self._fleet.served, answer_id, self._tenant)
+        return await ask.of_completion(self._form, self._fleet.served, answer_id, self._tenant)
 
     async def _answer(self, asks: list[Ask], send: Send) -> None:
         outbox = Outbox(self._watch.saw)

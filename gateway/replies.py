@@ -143,7 +143,13 @@ _TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-_CODES = {413: "request_too_large", 429: "rate_limit_exceeded", 503: "unavailable", 504: "timeout"}
+_CODES = {
+    401: "invalid_api_key",
+    413: "request_too_large",
+    429: "rate_limit_exceeded",
+    503: "unavailable",
+    504: "timeout",
+}
 
 
 def error_body(
@@ -168,6 +174,8 @@ def of_error(error: errors.KvassError) -> tuple[int, JSON, dict[str, str]]:
         headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
     elif error.http_status == 503:
         headers["Retry-After"] = "1"
+    elif error.http_status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     return (
         error.http_status,
         error_body(error.http_status, str(error), parameter=parameter, code=code),

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from kvass.common import errors
 from kvass.common.membership import Entry
 from kvass.gateway import replies
+from kvass.gateway.api_keys import ApiKeys
 from kvass.gateway.exchange import Exchange
 from kvass.gateway.fleet import Fleet
 from kvass.gateway.observe import HitRate, outcome_of
@@ -30,8 +31,12 @@ DRAIN_FACTOR = 4
 STATS_S = 1.0
 
 
-def create_app(fleet: Fleet, registry: CollectorRegistry, *, cluster_name: str) -> FastAPI:
-    """Build the application over one fleet."""
+def create_app(
+    fleet: Fleet, registry: CollectorRegistry, *, cluster_name: str, keys: ApiKeys | None = None
+) -> FastAPI:
+    """Build the application over one fleet. `keys` are asked for by what tenants use: all but the
+    operator's pages."""
+    keys = keys or ApiKeys({})
     app = FastAPI(title="Kvass", docs_url=None, redoc_url=None, openapi_url=None)
 
     async def answer_error(request: Request, error: Exception) -> Response:
@@ -44,35 +49,39 @@ def create_app(fleet: Fleet, registry: CollectorRegistry, *, cluster_name: str) 
     app.add_exception_handler(errors.KvassError, answer_error)
     app.add_exception_handler(HTTPException, _answer_http)
     app.add_exception_handler(Exception, _answer_bug)
-    _add_completions(app, fleet)
-    _add_models(app, fleet)
+    _add_completions(app, fleet, keys)
+    _add_models(app, fleet, keys)
     _add_operations(app, fleet, registry, cluster_name)
     return app
 
 
-def _add_completions(app: FastAPI, fleet: Fleet) -> None:
+def _add_completions(app: FastAPI, fleet: Fleet, keys: ApiKeys) -> None:
     hit_rate = HitRate()
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
+        tenant = _tenant(request, keys)
         body = await _read_body(request, fleet.config.body_bytes_max)
-        return Exchange(fleet, hit_rate, parse(body, CompletionRequest))
+        return Exchange(fleet, hit_rate, parse(body, CompletionRequest), tenant)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
+        tenant = _tenant(request, keys)
         body = await _read_body(request, fleet.config.body_bytes_max)
-        return Exchange(fleet, hit_rate, parse(body, ChatRequest))
+        return Exchange(fleet, hit_rate, parse(body, ChatRequest), tenant)
 
 
-def _add_models(app: FastAPI, fleet: Fleet) -> None:
+def _add_models(app: FastAPI, fleet: Fleet, keys: ApiKeys) -> None:
     served = fleet.served
 
     @app.get("/v1/models")
-    async def models() -> Response:
+    async def models(request: Request) -> Response:
+        _tenant(request, keys)
         return _json(200, replies.models(served.name, served.created_s, served.window))
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
+    async def model(request: Request, name: str) -> Response:
+        _tenant(request, keys)
         if name != served.name:
             raise errors.Invalid(
                 f"The model {name!r} does not exist; this server has {served.name!r}",
@@ -117,6 +126,10 @@ def _add_operations(
     async def metrics() -> Response:
         fleet.metrics.running.set(fleet.admission.choices)
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _tenant(request: Request, keys: ApiKeys) -> str:
+    return keys.tenant(request.headers.get("authorization", ""))
 
 
 def _member(entry: Entry, is_live: bool) -> dict[str, object]:

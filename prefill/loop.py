@@ -50,7 +50,8 @@ class Ticket:
 
 class PrefillLoop:
     """See the module. Mutable fields: `_tickets` (by job), `_wake`, `totals`, `on_step` (told the
-    seconds of each step; set once, by the worker)."""
+    seconds of each step) and `on_served` (told of each job that ended well; both set once, by the
+    worker)."""
 
     def __init__(
         self,
@@ -69,6 +70,7 @@ class PrefillLoop:
         self._wake = anyio.Event()
         self.totals = Totals()
         self.on_step: Callable[[float], None] = lambda step_s: None
+        self.on_served: Callable[[Job], None] = lambda job: None
 
     def submit(self, run: Run) -> Ticket:
         """Queue a job."""
@@ -117,6 +119,8 @@ class PrefillLoop:
         if not ticket.run.is_over:
             with anyio.move_on_after(1.0, shield=True):
                 await self._resolver.release(job, job.table.chain)
+        else:
+            self.on_served(job)
         ticket.scope = None
         ticket.is_leaving = True
         if not job.in_step:

@@ -19,7 +19,9 @@ from kvass.common.costs import Costs
 from kvass.common.errors import DeadlineExceeded, Invalid, Overloaded
 from kvass.common.keys import BlockKey, Chain, Salt
 from kvass.common.member import Member
-from kvass.common.metrics import BlockMetrics, WorkerMetrics
+from kvass.common.metrics import AuditMetrics, BlockMetrics, WorkerMetrics
+from kvass.common.model import known_answer
+from kvass.common.model.block_error import ERROR_MAX, block_error, digest
 from kvass.common.model.engine import Engine
 from kvass.common.pool.table import BlockTable
 from kvass.common.rpc.server import Call, Handler
@@ -27,6 +29,7 @@ from kvass.common.wire import Done, Forget, Message, Prefill, PrefillProgress
 from kvass.common.worker import Means, open_means, pool_load, serve_calls, watch
 from kvass.kvstore.client import StoreClient, open_client
 from kvass.kvstore.placement import nodes_of
+from kvass.prefill.audit import Auditor, Bench
 from kvass.prefill.job import Resolver, Run
 from kvass.prefill.loop import PrefillLoop
 from kvass.prefill.publish import Publisher
@@ -153,6 +156,7 @@ async def serve(
             open_client(
                 config.transport,
                 member.hello,
+                member.credentials,
                 memory=engine.memory,
                 layout=engine.layout,
                 metrics=BlockMetrics(member.registry),
@@ -170,6 +174,7 @@ async def serve(
             running=lambda: scheduler.running,
             waiting=lambda: scheduler.waiting,
         )
+        auditor = _auditor(config, member, store, loop, means)
         await stack.enter_async_context(member)
         async with anyio.create_task_group() as tasks:
             service = Service(
@@ -177,7 +182,34 @@ async def serve(
             )
             tasks.start_soon(member.follow, "store", lambda peers: store.set_nodes(nodes_of(peers)))
             tasks.start_soon(loop.run)
+            tasks.start_soon(auditor.run)
             await serve_calls(config, member, service.handlers(), task_status)
+
+
+def _auditor(
+    config: Config, member: Member, store: StoreClient, loop: PrefillLoop, means: Means
+) -> Auditor:
+    """Let the loop's served jobs be looked at again, in idle time."""
+    engine, memory, layout = means.engine, means.engine.memory, means.engine.layout
+    bench = Bench(
+        pool=engine.pool,
+        steps=engine.runner,
+        executor=means.compute,
+        error=lambda one, other: block_error(memory, layout, one, other),
+        error_max=ERROR_MAX,
+        digest=lambda slots: digest(memory, slots),
+        probe=known_answer.prompt(engine.spec),
+        block_tokens=layout.block_tokens,
+        chunk_tokens=config.prefill.chunk_tokens,
+    )
+    share = config.prefill.audit_share
+    auditor = Auditor(member.hello.member_id, store, loop, bench, share)
+    loop.on_served = auditor.served
+    shown = AuditMetrics(member.registry)
+    shown.blocks.read(lambda: auditor.right, "right")
+    shown.blocks.read(lambda: auditor.wrong, "wrong")
+    shown.barred.read(lambda: auditor.barred)
+    return auditor
 
 
 def _load(means: Means, loop: PrefillLoop, queue_requests: int) -> dict[str, int | float | str]:

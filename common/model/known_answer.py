@@ -78,7 +78,7 @@ def check(answer: torch.Tensor, spec: ModelSpec, runner: Runner, memory: SlotMem
     runner.run([Rows(prompt(spec), 0, slots)])
     for layer in range(layout.layers):
         for value in (False, True):
-            stored = _read_back(memory, layout, slots, layer, value)[:TOKENS]
+            stored = read_back(memory, layout, slots, layer, value)[:TOKENS]
             expected = answer[layer, int(value)]
             error = float((stored - expected).norm() / expected.norm())
             if not error <= ERROR_MAX:  # also when it is NaN
@@ -90,7 +90,7 @@ def check(answer: torch.Tensor, spec: ModelSpec, runner: Runner, memory: SlotMem
                 )
 
 
-def _read_back(
+def read_back(
     memory: SlotMemory, layout: BlockLayout, slots: list[int], layer: int, value: bool
 ) -> torch.Tensor:
     """Return a record's numbers float32 [tokens, heads, head_dim], unrotated, by plain offsets."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
@@ -10,6 +11,8 @@ from typing import TypeVar
 import anyio
 
 from kvass.common import errors
+from kvass.common.rpc import hello as handshake
+from kvass.common.rpc.credentials import Credentials
 from kvass.common.rpc.frames import (
     CALL,
     CANCEL,
@@ -19,9 +22,11 @@ from kvass.common.rpc.frames import (
     REPLY,
     Connection,
     Frames,
+    pack_error,
     unpack_error,
 )
-from kvass.common.rpc.hello import HELLO_TIMEOUT_S, Hello, shake_hands
+from kvass.common.rpc.hello import Hello
+from kvass.common.rpc.tls import reason_of
 from kvass.common.wire import Message, Request, Tags
 
 ITEMS_BUFFERED = 256  # per stream: a slow reader holds its sender, not the connection's memory
@@ -222,19 +227,47 @@ class Client:
             del self._waiting[call_id]
 
 
-async def open_client(stream: Connection, hello: Hello, replies: Tags) -> Client:
+async def open_client(
+    stream: Connection, hello: Hello, replies: Tags, credentials: Credentials
+) -> Client:
     """Shake hands over `stream` and return a client whose `run` the caller must start.
 
-    Raises Incompatible, Invalid, or Unavailable when the peer does not answer.
+    Raises Unauthorized when either side cannot prove that it is of the cluster, Incompatible,
+    Invalid, or Unavailable when the peer does not answer.
     """
     frames = Frames(stream)
     try:
-        peer = await shake_hands(frames, hello, answer_first=True)
+        with anyio.fail_after(handshake.HELLO_TIMEOUT_S):
+            if credentials.tls is not None:
+                frames = Frames(await credentials.tls.dialled(stream))
+            peer = await handshake.ask(frames, hello, credentials.secret)
     except BaseException as error:
+        if isinstance(error, errors.KvassError):
+            await _say_why(frames, error)
         await anyio.aclose_forcefully(stream)
-        if isinstance(error, TimeoutError):
-            raise errors.Unavailable(f"the peer said nothing for {HELLO_TIMEOUT_S:g} s") from None
-        if isinstance(error, LOST):
-            raise errors.Unavailable(f"the peer closed the connection: {error!r}") from None
-        raise
+        raise _mapped(error, over_tls=credentials.tls is not None) from None
     return Client(frames, peer, replies)
+
+
+async def _say_why(frames: Frames, error: errors.KvassError) -> None:
+    """Tell the peer why it is refused, so that both sides' logs say the same."""
+    with anyio.move_on_after(1.0, shield=True):
+        try:
+            await frames.send(ERROR, 0, pack_error(error))
+        except LOST:
+            pass  # it has closed already
+
+
+def _mapped(error: BaseException, *, over_tls: bool) -> BaseException:
+    """Return what ended a handshake as an error of ours; what is none of ours stays itself."""
+    if isinstance(error, ssl.SSLError):
+        return errors.Unauthorized(
+            f"TLS with the peer failed: {reason_of(error)}; its cluster.tls_cert must be signed by "
+            "this process's cluster.tls_ca, and the other way round"
+        )
+    if isinstance(error, TimeoutError):
+        return errors.Unavailable(f"the peer said nothing for {handshake.HELLO_TIMEOUT_S:g} s")
+    if isinstance(error, LOST):
+        why = "; over TLS it may refuse this process's certificate: see its log" * over_tls
+        return errors.Unavailable(f"the peer closed the connection: {error!r}{why}")
+    return error

@@ -7,6 +7,7 @@ import anyio.abc
 
 from kvass.common import errors
 from kvass.common.rpc.client import Client, open_client
+from kvass.common.rpc.credentials import Credentials
 from kvass.common.rpc.frames import Connection
 from kvass.common.rpc.hello import HELLO_TIMEOUT_S, Hello
 from kvass.common.wire import Tags
@@ -18,9 +19,16 @@ class Dialer:
     Connections live in `tasks`, the owner's task group, and end with it.
     """
 
-    def __init__(self, tasks: anyio.abc.TaskGroup, hello: Hello, replies: Tags) -> None:
+    def __init__(
+        self,
+        tasks: anyio.abc.TaskGroup,
+        hello: Hello,
+        replies: Tags,
+        credentials: Credentials,
+    ) -> None:
         self._tasks = tasks
         self._hello = hello
+        self._credentials = credentials
         self._replies = replies
         self._clients: dict[str, Client] = {}
         self._locks: dict[str, anyio.Lock] = {}
@@ -30,7 +38,9 @@ class Dialer:
         async with self._locks.setdefault(address, anyio.Lock()):
             client = self._clients.get(address)
             if client is None or client.closed_because is not None:
-                client = await open_client(await _dial(address), self._hello, self._replies)
+                client = await open_client(
+                    await _dial(address), self._hello, self._replies, self._credentials
+                )
                 self._clients[address] = client
                 self._tasks.start_soon(client.run)
             return client

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
+from typing import Annotated
 
 import anyio
 import anyio.abc
 import msgspec
+from msgspec import Meta
 
 from kvass.common import errors, wire
 
@@ -19,7 +21,13 @@ _LENGTH = struct.Struct("<I")
 # A peer that takes nothing for so long hangs: its connection is given up, its callers go elsewhere.
 SEND_TIMEOUT_S = 5.0
 
-CALL, REPLY, ITEM, END, ERROR, CANCEL, HELLO = range(7)
+# Of a peer that has proved nothing yet: a hello is under 1 KB.
+HELLO_BYTES_MAX = 64 << 10
+# Of an error's text: it may quote what was sent.
+MESSAGE_CHARACTERS_MAX = 2_000
+_TLS_RECORDS = (b"\x15\x03", b"\x16\x03")  # alert, handshake; then a version of SSL 3, as TLS is
+
+CALL, REPLY, ITEM, END, ERROR, CANCEL, HELLO, PROOF = range(8)
 
 Connection = anyio.abc.ByteStream
 # How a connection ends that nobody ended on purpose. (TimeoutError is an OSError.)
@@ -29,18 +37,18 @@ LOST = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError,
 class _ErrorBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An error on the wire, by the name of its class in the taxonomy."""
 
-    name: str
-    message: str
-    parameter: str | None = None
-    retry_after_s: float = 1.0
-    http_status: int = 400
+    name: wire.Name
+    message: Annotated[str, Meta(max_length=MESSAGE_CHARACTERS_MAX)]
+    parameter: wire.Name | None = None
+    retry_after_s: Annotated[float, Meta(ge=0, le=86_400)] = 1.0
+    http_status: Annotated[int, Meta(ge=400, le=599)] = 400
 
 
 def pack_error(error: errors.KvassError) -> msgspec.Struct:
     """Return the body of an ERROR frame."""
     return _ErrorBody(
         name=type(error).__name__,
-        message=str(error),
+        message=str(error)[:MESSAGE_CHARACTERS_MAX],
         parameter=getattr(error, "parameter", None),
         retry_after_s=getattr(error, "retry_after_s", 1.0),
         http_status=error.http_status,
@@ -53,6 +61,7 @@ _ERRORS: Mapping[str, Callable[[str], errors.KvassError]] = {
         errors.Unavailable,
         errors.DeadlineExceeded,
         errors.TransferFailed,
+        errors.Unauthorized,
     )
 }
 
@@ -81,10 +90,12 @@ async def _receive_exactly(stream: Connection, size: int, rest: bytearray) -> by
 
 
 class Frames:
-    """Frames over a byte stream; one writer at a time. Mutable fields: `_rest`."""
+    """Frames over a byte stream; one writer at a time. Mutable fields: `_rest`, and `bytes_max`, of
+    a frame that comes: little until the peer has proved who it is (`hello.py`)."""
 
     def __init__(self, stream: Connection) -> None:
         self.stream = stream
+        self.bytes_max = HELLO_BYTES_MAX
         self._rest = bytearray()
         self._lock = anyio.Lock(fast_acquire=True)
 
@@ -103,13 +114,19 @@ class Frames:
                 raise anyio.BrokenResourceError
 
     async def receive(self) -> tuple[int, int, object]:
-        (size,) = _LENGTH.unpack(await _receive_exactly(self.stream, 4, self._rest))
-        if size > wire.FRAME_BYTES_MAX:
-            raise errors.Invalid(f"a frame of {size} bytes is over {wire.FRAME_BYTES_MAX}")
+        head = await _receive_exactly(self.stream, 4, self._rest)
+        (size,) = _LENGTH.unpack(head)
+        if size > self.bytes_max:
+            if head[:2] in _TLS_RECORDS:
+                raise errors.Unauthorized(
+                    "the peer speaks TLS and this process does not: set cluster.tls_cert, tls_key "
+                    "and tls_ca for all members or for none"
+                )
+            raise errors.Invalid(f"a frame of {size} bytes is over {self.bytes_max}")
         frame = wire.unpack(await _receive_exactly(self.stream, size, self._rest))
         if not (isinstance(frame, list) and len(frame) == 3):
             raise errors.Invalid("a frame must be an array of three")
         kind, call_id, body = frame
-        if not (isinstance(kind, int) and isinstance(call_id, int)):
+        if type(kind) is not int or type(call_id) is not int:
             raise errors.Invalid("a frame's kind and call id must be integers")
         return kind, call_id, body

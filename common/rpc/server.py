@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import ssl
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -12,6 +13,9 @@ import anyio.abc
 
 from kvass.common import errors
 from kvass.common.addresses import address_named
+from kvass.common.rpc import hello as handshake
+from kvass.common.rpc.credentials import Credentials
+from kvass.common.rpc.door import Door
 from kvass.common.rpc.frames import (
     CALL,
     CANCEL,
@@ -24,7 +28,8 @@ from kvass.common.rpc.frames import (
     Frames,
     pack_error,
 )
-from kvass.common.rpc.hello import Hello, shake_hands
+from kvass.common.rpc.hello import Hello
+from kvass.common.rpc.tls import reason_of
 from kvass.common.wire import Message, Tags
 
 _log = logging.getLogger(__name__)
@@ -57,38 +62,63 @@ Handler = Callable[[Call], Awaitable[Message | None]]
 class Server:
     """Answers calls on any number of connections.
 
-    `hello` is what this member says of itself. `handlers` maps request classes to handlers; each
-    call runs in a task of its own, under its connection's scope.
+    `hello` is what this member says of itself, `credentials` what it proves it with. `handlers`
+    maps request classes to handlers; each call runs in a task of its own, under its connection's
+    scope. Only peers that have proved who they are call anything; `on_leave` hears of them alone.
     """
 
     def __init__(
         self,
         hello: Hello,
         handlers: Mapping[type[Message], Handler],
+        credentials: Credentials,
         *,
         on_leave: Callable[[Hello], Awaitable[None]] | None = None,
     ) -> None:
         self._hello = hello
+        self._credentials = credentials
+        self._door = Door()
         self._tags = Tags(handlers)
         self._handlers = dict(handlers)
         self._on_leave = on_leave
 
     async def serve_connection(self, stream: Connection) -> None:
         """Serve one connection until it ends; a bad frame ends it, with the reason sent first."""
-        frames = Frames(stream)
-        peer: Hello | None = None
         try:
             async with stream:
-                try:
-                    peer = await shake_hands(frames, self._hello, answer_first=False)
-                    await self._serve_calls(frames, peer)
-                except errors.KvassError as error:
-                    with anyio.move_on_after(1.0, shield=True):
-                        await frames.send(ERROR, 0, pack_error(error))
+                met: tuple[Frames, Hello] | None = None
+                with self._door.stranger():
+                    met = await self._meet(stream)
+                if met is not None:
+                    await self._serve_peer(*met)
         except LOST:
             pass  # the peer left, the ordinary end; or it connected and said nothing
+
+    async def _meet(self, stream: Connection) -> tuple[Frames, Hello] | None:
+        """Let a stranger prove who it is; None when it does not, and is told so."""
+        frames = Frames(stream)
+        try:
+            with anyio.fail_after(handshake.HELLO_TIMEOUT_S):
+                if self._credentials.tls is not None:
+                    frames = Frames(await self._credentials.tls.accepted(stream))
+                return frames, await handshake.answer(frames, self._hello, self._credentials.secret)
+        except ssl.SSLError as error:
+            reason = f"TLS: {reason_of(error)}"
+            self._door.tell(lambda: f"{_address_of(stream)}: {reason}")
+        except errors.KvassError as error:
+            refusal = error
+            self._door.tell(lambda: f"{_address_of(stream)}: {refusal}")
+            await _say_why(frames, error)
+        return None
+
+    async def _serve_peer(self, frames: Frames, peer: Hello) -> None:
+        try:
+            with self._door.peer():
+                await self._serve_calls(frames, peer)
+        except errors.KvassError as error:
+            await _say_why(frames, error)
         finally:
-            if peer is not None and self._on_leave is not None:
+            if self._on_leave is not None:
                 with anyio.move_on_after(5.0, shield=True):
                     await self._on_leave(peer)
 
@@ -156,6 +186,17 @@ class Server:
             pass  # nobody is left to answer; the connection's own task ends it
         finally:
             del scopes[call_id]
+
+
+async def _say_why(frames: Frames, error: errors.KvassError) -> None:
+    """Tell the peer why its connection ends, if it still listens."""
+    with anyio.move_on_after(1.0, shield=True):
+        await frames.send(ERROR, 0, pack_error(error))
+
+
+def _address_of(stream: Connection) -> str:
+    address = stream.extra(anyio.abc.SocketAttribute.remote_address, ("somewhere",))
+    return ":".join(str(part) for part in address[:2])
 
 
 def _breaks_an_invariant(error: Exception) -> bool:

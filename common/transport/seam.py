@@ -18,14 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from kvass.common.errors import Unavailable
 
+METADATA_BYTES_MAX = 1 << 20  # an NIXL agent's, of one region and one interface, is under 2 KB
 TransportKind = Literal["cma", "tcp", "memory"]
 
 
@@ -41,12 +43,12 @@ class EndpointCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     to everything but the transport of the same kind.
     """
 
-    kind: str
-    host_id: str
-    start_id: str
-    pid: int
-    generation: int
-    metadata: bytes
+    kind: Annotated[str, Meta(max_length=64)]
+    host_id: Annotated[str, Meta(max_length=64)]
+    start_id: Annotated[str, Meta(max_length=64)]
+    pid: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+    generation: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    metadata: Annotated[bytes, Meta(max_length=METADATA_BYTES_MAX)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,208 @@
+"""How near to the disk's own speed is the flash tier, and what does it keep in memory?
+
+Blocks of the default model in fp8 are appended to a log, synced, and read again in random order,
+each one checked in the caller's memory. The references are `fio` in the same folder and the same
+run, past the page cache, into new files, with the same sizes and as much in flight; rounds
+alternate. Then a log of many small records is opened anew, and the table of all keys is filled with
+as many as a large node has.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+import rig
+from kvass.common.block import BlockHeader, BlockLayout
+from kvass.kvstore.checksum import sums
+from kvass.kvstore.flash import records, table
+from kvass.kvstore.flash.appender import BUFFER_BYTES
+from kvass.kvstore.flash.appender import DEPTH as WRITES
+from kvass.kvstore.flash.disk import PAGE, RealDisk, page_memory
+from kvass.kvstore.flash.log import FlashLog, LogSettings
+from kvass.kvstore.flash.table import Table
+from rig import Figure
+
+LAYOUT = BlockLayout(layers=30, kv_heads=3, head_dim=64, block_tokens=16, kv_dtype="fp8")
+SEGMENT_BYTES = 64 << 20
+BATCH = 64  # blocks of one append
+DEPTH = 8  # reads in flight
+ROUNDS, QUICK_ROUNDS = 5, 2
+SIZE_BYTES, QUICK_SIZE_BYTES = 1 << 30, 256 << 20
+RECORDS = 100_000
+KEYS = 10_000_000
+
+
+def header_of(number: int, payload: memoryview, size: int) -> BlockHeader:
+    return BlockHeader(
+        key=_name(number),
+        parent=_name(number - 1) if number else bytes(32),
+        segment_key=bytes(32),
+        index=number,
+        namespace=b"n" * 32,
+        tenant="",
+        writer="bench",
+        token_count=LAYOUT.block_tokens,
+        length=size,
+        checksums=sums(payload, 0, size, 1),
+    )
+
+
+def _name(number: int) -> bytes:
+    return random.Random(number).randbytes(32)
+
+
+@contextmanager
+def opened(folder: Path, size: int, segment: int = SEGMENT_BYTES) -> Iterator[FlashLog]:
+    settings = LogSettings(max(size * 2, 3 * segment), segment, 256 << 20)
+    with ThreadPoolExecutor(WRITES) as threads:
+        log = FlashLog(RealDisk(folder), settings, threads)
+        yield log
+        log.close()
+
+
+def fio_gb_s(folder: Path, size: int, *arguments: str) -> float:
+    """Return what fio gives. Its file stays for the next round, so that its blocks are there."""
+    command = [
+        "fio", "--name=kvass", f"--filename={folder / 'fio.data'}", f"--size={size}",
+        "--direct=1", "--ioengine=libaio", "--output-format=json", *arguments,
+    ]  # fmt: skip
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+    return sum(float(job[way]["bw_bytes"]) for way in ("read", "write")) / 1e9
+
+
+def write_gb_s(log: FlashLog, blocks: list[tuple[BlockHeader, memoryview]]) -> float:
+    started_s = time.perf_counter()
+    for first in range(0, len(blocks), BATCH):
+        log.append(blocks[first : first + BATCH])
+    log.sync()
+    return len(blocks) * LAYOUT.block_size / (time.perf_counter() - started_s) / 1e9
+
+
+def read_gb_s(log: FlashLog, keys: list[bytes]) -> float:
+    """Read all keys by DEPTH threads, each into memory of its own; every block must come."""
+    places = log.catalog.find(keys)
+    target = np.ones((DEPTH, BATCH, LAYOUT.block_size), dtype=np.uint8)
+
+    def read(thread: int) -> int:
+        buffer = page_memory(records.pages_of(LAYOUT.block_size + PAGE) * PAGE)
+        right = 0
+        for number in range(thread, len(keys), DEPTH):
+            fetched = log.catalog.read(keys[number], places[number], buffer)
+            slot = target[thread, number // DEPTH % BATCH].data
+            right += fetched is not None and fetched.copy_to(slot)
+        return right
+
+    with ThreadPoolExecutor(DEPTH) as threads:
+        started_s = time.perf_counter()
+        right = sum(threads.map(read, range(DEPTH)))
+        taken_s = time.perf_counter() - started_s
+    assert right == len(keys), f"{right} of {len(keys)} blocks came"
+    return len(keys) * LAYOUT.block_size / taken_s / 1e9
+
+
+def speed_figures(folder: Path, size: int, rounds: int) -> list[Figure]:
+    count = size // (LAYOUT.block_size + PAGE)
+    data = np.random.default_rng(1).integers(0, 256, (count, LAYOUT.block_size), dtype=np.uint8)
+    record = records.pages_of(LAYOUT.block_size + 512) * PAGE
+    blocks = [(header_of(n, data[n].data, LAYOUT.block_size), data[n].data) for n in range(count)]
+    keys = [header.key for header, _ in blocks]
+    rates: dict[str, list[float]] = {"write": [], "fio write": [], "read": [], "fio read": []}
+    chance = random.Random(2)
+    for number in range(rounds):
+        (folder / "fio.data").unlink(missing_ok=True)  # the log's files are new, too
+        way = (f"--bs={BUFFER_BYTES}", f"--iodepth={WRITES}", "--rw=write", "--end_fsync=1")
+        rates["fio write"].append(fio_gb_s(folder, size, *way, "--fallocate=posix"))
+        with opened(folder / f"log-{number}", size) as log:
+            rates["write"].append(write_gb_s(log, blocks))
+            chance.shuffle(keys)
+            rates["read"].append(read_gb_s(log, keys))
+        shutil.rmtree(folder / f"log-{number}")
+        way = (f"--bs={record}", f"--iodepth={DEPTH}", "--rw=randread", "--norandommap")
+        rates["fio read"].append(fio_gb_s(folder, size, *way))
+    middle = {name: statistics.median(values) for name, values in rates.items()}
+    return [
+        Figure("append and sync", middle["write"], "GB/s",
+               f"fio, {BUFFER_BYTES >> 20} MiB, depth {WRITES}", middle["fio write"],
+               least_ratio=0.7),
+        Figure("random reads, checked", middle["read"], "GB/s",
+               f"fio, {record} bytes, depth {DEPTH}", middle["fio read"], least_ratio=0.8),
+    ]  # fmt: skip
+
+
+def rebuild_figures(folder: Path, count: int) -> list[Figure]:
+    """Open a log of many one-page records anew, by the indexes of its files."""
+    payload = memoryview(bytes(1024))
+    size = count * 2 * PAGE
+    with opened(folder, size, 16 << 20) as log:
+        for first in range(0, count, 1000):
+            log.append(
+                (header_of(number, payload, len(payload)), payload)
+                for number in range(first, min(first + 1000, count))
+            )
+    started_s = time.perf_counter()
+    with opened(folder, size, 16 << 20) as log:
+        taken_s = time.perf_counter() - started_s
+        assert len(log.catalog) == count
+    rate = count / taken_s / 1e3
+    return [
+        Figure(f"index rebuilt, {count:,} records", rate, "thousand/s", "the target", 200.0,
+               least_ratio=1.0)
+    ]  # fmt: skip
+
+
+def index_figures(count: int) -> list[Figure]:
+    """Fill the table with as many keys as a large node has."""
+    keys, chance = Table(), np.random.default_rng(3)
+    place = np.uint64(table.place_of(1, 1, 1))
+    for first in range(0, count, 1 << 20):
+        hashes = chance.integers(2, 1 << 63, min(1 << 20, count - first), dtype=np.uint64)
+        keys.put(hashes, np.full(len(hashes), place))
+    asked = hashes[:256]
+    started_s = time.perf_counter()
+    for _ in range(100):
+        keys.find(asked)
+    find_us = (time.perf_counter() - started_s) / 100 * 1e6
+    return [
+        Figure("table of keys", keys.size_bytes / count, "bytes/block"),
+        Figure(f"table of {count:,} blocks", keys.size_bytes / 2**30, "GiB", limit=2.0),
+        Figure("find 256 keys in it", find_us, "µs"),
+    ]
+
+
+def main() -> int:
+    parser = rig.parser((__doc__ or "").splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=None, help="on the disk to be measured")
+    given = parser.parse_args()
+    if shutil.which("fio") is None:
+        print("flash.py compares with fio, which is not here: apt-get install fio", file=sys.stderr)
+        return 2
+    size = QUICK_SIZE_BYTES if given.quick else SIZE_BYTES
+    made: list[Figure] = []
+    parts: list[Callable[[Path], list[Figure]]] = [
+        lambda folder: speed_figures(folder, size, QUICK_ROUNDS if given.quick else ROUNDS),
+        lambda folder: rebuild_figures(folder / "small", RECORDS),
+        lambda folder: index_figures(KEYS),
+    ]
+    for part in parts:
+        with tempfile.TemporaryDirectory(dir=given.folder, prefix="kvass-flash-") as folder:
+            made += part(Path(folder))
+    rig.report(f"flash tier, blocks of {LAYOUT.block_size:,} bytes, medians", made, given.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""Checking, in idle time, that what other workers wrote is what this one computes.
+
+    a job was served ──> its chain is remembered ──idle──> who wrote its blocks?
+        blocks of others ──> pull some, compute them anew from the tokens, compare
+            alike within the bound ──> right
+            not alike ──> compute and pull again, and prove oneself on a known prompt
+                the block before is the same writer's, and right ──> the writer is barred
+                else ──> this block and those after it are dropped: who wrote it may have
+                         computed upon another one's wrong block
+
+Blocks carry no tokens, so a worker checks chains of its own jobs; blocks of a chain's beginning
+only, since each must be computed from the first token on, and nothing that the store says is taken
+for granted. It costs `audit_share` of the worker's time at most, and no job waits for more than the
+step under way. A worker that fails its own test ends itself: it must not commit blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import anyio
+
+from kvass.common.errors import KvassError, Unavailable
+from kvass.common.executor import Executor
+from kvass.common.keys import Chain
+from kvass.common.model.runner import Rows
+from kvass.common.pool.pool import BlockPool
+from kvass.kvstore import erase
+from kvass.kvstore import messages as m
+from kvass.kvstore.client import StoreClient
+from kvass.prefill.loop import PrefillLoop, Steps
+from kvass.prefill.schedule import Job
+
+_log = logging.getLogger(__name__)
+
+CHAINS_KEPT = 8  # of the latest jobs
+BLOCKS_MAX = 256  # of a chain, from its beginning: 4,096 tokens of the default block
+RUN_BLOCKS = 8  # compared by one audit
+LOOK_S = 1.0
+CALL_S = 2.0
+PULL_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What an auditor computes with and compares by. `error` of two slots is 0.0 for equal ones; at
+    most `error_max` is rounding. `digest` names the bytes of slots. `probe` is a known prompt."""
+
+    pool: BlockPool
+    steps: Steps
+    executor: Executor
+    error: Callable[[int, int], float]
+    error_max: float
+    digest: Callable[[Sequence[int]], bytes]
+    probe: Sequence[int]
+    block_tokens: int
+    chunk_tokens: int
+
+    @contextmanager
+    def slots(self, count: int) -> Iterator[list[int]]:
+        """Lend slots of the pool; empty when it has too few."""
+        slots = self.pool.allocate(count) or []
+        try:
+            yield slots
+        finally:
+            self.pool.release(slots)
+
+    async def compute(self, tokens: Sequence[int], slots: Sequence[int]) -> None:
+        """Prefill tokens from the first one on."""
+        for start in range(0, len(tokens), self.chunk_tokens):
+            rows = Rows(tokens[start : start + self.chunk_tokens], start, slots)
+            await self.executor.run(lambda rows=rows: self.steps.run([rows]))  # type: ignore[misc]
+
+    async def probed(self) -> bytes | None:
+        """Compute the known prompt; return the name of what came out, None without room."""
+        count = len(self.probe) // self.block_tokens
+        with self.slots(count) as slots:
+            if not slots:
+                return None
+            await self.compute(self.probe[: count * self.block_tokens], slots)
+            return await self.executor.run(lambda: self.digest(slots))
+
+    async def differ(self, one: int, other: int) -> bool:
+        error = await self.executor.run(lambda: self.error(one, other))
+        return not error <= self.error_max  # also when it is NaN
+
+
+@dataclass(slots=True, eq=False)
+class Auditor:
+    """Mutable fields: `_jobs` (the latest served), `_known` (what the probe gave at first), and the
+    counts of blocks found `right` and `wrong`, and of writers `barred`."""
+
+    name: str
+    store: StoreClient
+    loop: PrefillLoop
+    bench: Bench
+    share: float
+    right: int = 0
+    wrong: int = 0
+    barred: int = 0
+    _jobs: deque[Job] = field(default_factory=lambda: deque(maxlen=CHAINS_KEPT))
+    _known: bytes | None = None
+    _chance: random.Random = field(default_factory=random.Random)
+
+    def served(self, job: Job) -> None:
+        """A job is over: its chain may be looked at."""
+        self._jobs.append(job)
+
+    async def run(self) -> None:
+        """Audit while there is nothing else to do, for ever; raises Unavailable when this worker
+        itself computes wrong."""
+        if not self.share:
+            return
+        self._known = await self.bench.probed()
+        pause_s = LOOK_S
+        while True:
+            await anyio.sleep(pause_s)
+            pause_s = LOOK_S
+            if self._jobs and self._is_idle():
+                begun_s = anyio.current_time()
+                try:
+                    await self.audit(self._jobs.pop())
+                except Unavailable as error:
+                    if isinstance(error, OwnFault):
+                        raise
+                    _log.debug("audit: %s", error)
+                except KvassError as error:
+                    _log.debug("audit: %s", error)
+                spent_s = anyio.current_time() - begun_s
+                pause_s = max(LOOK_S, spent_s * (1 / self.share - 1))
+
+    def _is_idle(self) -> bool:
+        scheduler = self.loop.scheduler
+        return not scheduler.running and not scheduler.waiting
+
+    async def audit(self, job: Job) -> None:
+        """Compare some blocks of others in a chain with one's own."""
+        chain, tokens = job.table.chain, job.request.tokens
+        count = min(len(chain.keys), BLOCKS_MAX)
+        writers = await erase.writers(self.store.router, chain, range(count), CALL_S)
+        others = sorted(index for index, writer in writers.items() if writer != self.name)
+        if not others:
+            return
+        first = self._chance.choice(others)
+        chosen = [index for index in others if first <= index < first + RUN_BLOCKS]
+        stop = chosen[-1] + 1
+        with self.bench.slots(stop) as own, self.bench.slots(len(chosen)) as theirs:
+            if not own or not theirs:
+                return
+            place = dict(zip(chosen, theirs, strict=True))
+            await self.bench.compute(tokens[: stop * chain.block_tokens], own)
+            landed = await self.store.pull(chain, chosen, theirs, deadline_s=PULL_S)
+            for index in sorted(landed):
+                if await self.bench.differ(own[index], place[index]):
+                    await self._suspect(chain, tokens, index, writers, own)
+                    return
+                self.right += 1
+
+    async def _suspect(
+        self,
+        chain: Chain,
+        tokens: Sequence[int],
+        index: int,
+        writers: dict[int, str],
+        own: Sequence[int],
+    ) -> None:
+        """Look again at a block that is not as it should be, at oneself first; then act."""
+        await self._prove_oneself(tokens[: (index + 1) * chain.block_tokens], index, own)
+        before = [index - 1] if index else []
+        with self.bench.slots(1 + len(before)) as slots:
+            if not slots:
+                return
+            landed = await self.store.pull(chain, [index, *before], slots, deadline_s=PULL_S)
+            if index not in landed or not await self.bench.differ(own[index], slots[0]):
+                return  # gone, or it was the transfer
+            proved = not before or (
+                writers.get(index - 1) == writers[index]
+                and index - 1 in landed
+                and not await self.bench.differ(own[index - 1], slots[1])
+            )
+        self.wrong += 1
+        writer = writers[index]
+        _log.error("block %d of a chain, written by %s, is wrong", index, writer)
+        if proved:
+            self.barred += 1
+            gone = await erase.bar(self.store.router, writer, CALL_S)
+            _log.error(
+                "%s computes wrong: nothing of it is stored any more, %d blocks erased. Check its "
+                "memory, device and kernels, and start it anew under another name",
+                writer,
+                gone,
+            )
+        else:
+            await self.store.drop(keys=chain.keys[index:][: m.KEYS_MAX], deadline_s=CALL_S)
+
+    async def _prove_oneself(self, tokens: Sequence[int], index: int, own: Sequence[int]) -> None:
+        """Compute again, and the known prompt too; raises OwnFault when either comes out
+        otherwise."""
+        with self.bench.slots(index + 1) as again:
+            if not again:
+                raise Unavailable("no room in the pool to look twice")
+            await self.bench.compute(tokens, again)
+            unsteady = await self.bench.differ(own[index], again[index])
+        probed = await self.bench.probed()
+        if unsteady or self._known is None or probed != self._known:
+            raise OwnFault(
+                "this worker does not compute what it computed when it started: it must not commit "
+                "blocks; check its memory, device and kernels"
+            )
+
+
+class OwnFault(Unavailable):
+    """The auditor itself computes wrong."""
