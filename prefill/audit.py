@@ -105,7 +105,7 @@ class Auditor:
     barred: int = 0
     _jobs: deque[Job] = field(default_factory=lambda: deque(maxlen=CHAINS_KEPT))
     _known: bytes | None = None
-    _chance: random.Random = field(default_factory=random.Random)
+    _chance: random.Random = field(default_factory=lambda: random.Random(0))
 
     def served(self, job: Job) -> None:
         """A job is over: its chain may be looked at."""

@@ -72,8 +72,8 @@ async def drop(config: Config, url: str, which: Chosen, console: Console) -> int
             blocks += await _erase(store, which)
             console.print(
                 f"{blocks} blocks erased on {len(nodes)} store nodes, and {len(workers)} workers "
-                "keep nothing that they do not use now. Requests that are under way may store their "
-                "blocks again."
+                "keep nothing that they do not use now. Requests that are under way may store "
+                "their blocks again."
             )
         except KvassError as error:
             console.print(f"Not all is erased: {error}. Try again.", style="red")

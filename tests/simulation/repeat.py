@@ -19,7 +19,7 @@ from collections import Counter
 from whole import run_seed
 
 FAILURES_SHOWN = 20
-PROGRESS_SEEDS = 500
+PROGRESS_SEEDS = 100
 
 
 def main() -> int:
