@@ -86,7 +86,7 @@ class StoreConfig:
     # A background check reads the whole slab once in this time; 0: none. In a day that is 0.8 MB/s
     # for a slab of 64 GiB, which one core hashes in a fraction of a millisecond.
     scrub_s: float = 86_400.0
-    flash_dir: str = ""  # a folder on a local disk, of this node alone; empty: no second tier
+    flash_dir: str = ""  # on a local disk; nodes of one host may share it. Empty: no second tier
     flash_bytes: Size = 16 << 30
     flash_segment_bytes: Size = 64 << 20  # of each of its files
     flash_unsynced_bytes: Size = 256 << 20  # what a power cut may cost, at most

@@ -6,8 +6,9 @@ still copy from another meanwhile is kept out by marks (`erasures.py`). It refus
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+from kvass.common.errors import Unavailable
 from kvass.common.keys import Chain, ranges_of
 from kvass.common.wire import KEYS_MAX, Request
 from kvass.kvstore import messages as m
@@ -18,8 +19,12 @@ ROUNDS_MAX = 512  # segments of a chain that a bar follows: 262,144 tokens
 
 
 async def drop(router: Router, request: Request[m.Dropped], deadline_s: float) -> int:
-    """Return how many blocks went; raises when a node could not be told."""
-    return sum(reply.blocks for reply in await _told(router, request, deadline_s))
+    """Return how many blocks went; raises when a node could not be told, or could not erase its
+    disk."""
+    replies = await _told(router, request, deadline_s)
+    count = sum(reply.blocks for reply in replies.values())
+    _check(replies, count)
+    return count
 
 
 async def bar(router: Router, writer: str, deadline_s: float) -> int:
@@ -28,22 +33,38 @@ async def bar(router: Router, writer: str, deadline_s: float) -> int:
     count = 0
     after: tuple[bytes, ...] = ()
     seen: set[bytes] = set()
+    unerased: dict[str, m.Dropped] = {}
     for _ in range(ROUNDS_MAX):
         replies = await _told(router, m.Bar(writer=writer, after=after), deadline_s)
-        count += sum(reply.blocks for reply in replies)
-        ends = {key for reply in replies for key in reply.ends} - seen
+        unerased |= {name: reply for name, reply in replies.items() if reply.unerased}
+        count += sum(reply.blocks for reply in replies.values())
+        ends = {key for reply in replies.values() for key in reply.ends} - seen
         if not ends:
             break
         seen |= ends
         after = tuple(ends)[:KEYS_MAX]
+    _check(unerased, count)
     return count
 
 
-async def _told(router: Router, request: Request[m.Dropped], deadline_s: float) -> list[m.Dropped]:
+def _check(replies: Mapping[str, m.Dropped], count: int) -> None:
+    why = "; ".join(
+        f"{name}: {reply.unerased}" for name, reply in replies.items() if reply.unerased
+    )
+    if why:
+        raise Unavailable(
+            f"{count} blocks were erased, but not those on every disk ({why}). Mend it, start the "
+            "node anew and drop again, or erase its folder"
+        )
+
+
+async def _told(
+    router: Router, request: Request[m.Dropped], deadline_s: float
+) -> dict[str, m.Dropped]:
     replies, failures = await router.ask_all(request, deadline_s)
     if failures:
         raise next(iter(failures.values()))
-    return list(replies.values())
+    return replies
 
 
 async def tenants(router: Router, deadline_s: float) -> list[m.TenantUse]:

@@ -119,7 +119,9 @@ class Filler:
     async def _describe(self, call: Call) -> m.Described:
         ledger = self.state.index.ledger
         shapes: list[m.Shape] = []
-        for index, key in m.named(request_of(call, m.Describe).spans).items():
+        named = m.named(request_of(call, m.Describe).spans)
+        await self.state.rise(list(named.values()))
+        for index, key in named.items():
             entry = ledger.visible(key)
             if entry is not None and len(shapes) < m.BLOCKS_MAX:
                 h = entry.header

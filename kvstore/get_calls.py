@@ -71,15 +71,15 @@ class GetCalls:
     async def _write(self, call: Call) -> m.Places:
         request = request_of(call, m.GetWrite)
         check_own(call, request.loan.card.start_id, "a loan")
+        ends_s = self._state.now_s() + request.deadline_s
         await self._state.rise(list(m.named(request.spans).values()))
-        length_s = request.deadline_s + WRITE_GRACE_S
+        left_s = max(ends_s - self._state.now_s(), 1e-3)
+        length_s = left_s + WRITE_GRACE_S
         lease, groups, indices = self._lease(request, length_s)
         if lease is None:
             return _NOTHING
         try:
-            await self._state.deliveries.write(
-                lease, groups, request.loan, deadline_s=request.deadline_s
-            )
+            await self._state.deliveries.write(lease, groups, request.loan, deadline_s=left_s)
             self._tell_moved(lease)
             return self._places(lease, groups, indices)
         except KvassError as error:

@@ -2,7 +2,7 @@
 
     committed here ───────────┐
     a node has gone (repair) ─┼─> a bounded queue ─> fill ─> the segment's other homes
-    drain: all that is here ──┘
+    drain: all that is here ──┘  (on flash too: brought up batch after batch)
 
 It only tells: whoever is told takes the copy by itself, when it has time (`fills.py`), or has it
 already. So copies cost a writer nothing, and a cluster that has just lost a node is not stormed.
@@ -11,7 +11,7 @@ already. So copies cost a writer nothing, and a cluster that has just lost a nod
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import anyio
@@ -38,15 +38,18 @@ DRAIN_IDLE_S = 10.0  # without one more block over there, the rest is given up
 @dataclass(slots=True)
 class Handover:
     """One node's view of the others. Mutable fields: `_place`, `_queue` (an ordered set of keys),
-    `_news`, `_lost_s` (when repair is due), and the counts `told`, `untold` (no answer) and `left`
-    (blocks that a drain has still to see elsewhere)."""
+    `_news`, `_lost_s` (when repair is due), and the counts `told`, `untold` (no answer), `offered`
+    (by a drain) and `left` (blocks that it has still to see elsewhere). `below` brings up what only
+    another tier has, batch after batch, each with how many could not be had."""
 
     member_id: str
     state: NodeState
     router: Router
     told: int = 0
     untold: int = 0
+    offered: int = 0
     left: int = 0
+    below: Callable[[], AsyncIterator[tuple[list[bytes], int]]] = lambda: _nothing()
     _place: Placement = field(default_factory=lambda: Placement([]))
     _queue: dict[bytes, None] = field(default_factory=dict)
     _news: anyio.Event = field(default_factory=anyio.Event)
@@ -110,11 +113,16 @@ class Handover:
         while True:
             fresh = [key for key in self._visible() if key not in seen]
             seen.update(fresh)
+            self.offered += len(fresh)
             left += await self._hand_over(fresh)
             if not fresh and not self.state.index.ledger.blocks["writing"]:
-                self.left = left
-                return left
+                break
             await anyio.sleep(DRAIN_LOOK_S)
+        async for keys, lost in self.below():
+            self.offered += len(keys)
+            left += lost + await self._hand_over(keys)
+        self.left = left
+        return left
 
     async def _hand_over(self, keys: Iterable[bytes]) -> int:
         """Tell others of blocks until they have them, or take no more; return what is left."""
@@ -192,6 +200,12 @@ class Handover:
             return len(entries)
         self.told += len(entries)
         return lacking
+
+
+async def _nothing() -> AsyncIterator[tuple[list[bytes], int]]:
+    """There is one tier."""
+    for never in list[tuple[list[bytes], int]]():
+        yield never
 
 
 def spans_of_entries(entries: Iterable[Entry]) -> list[m.Span]:

@@ -133,7 +133,7 @@ class Index:
     def put_begin(self, order: PutOrder, now_s: float) -> list[Verdict]:
         """Give out places for blocks; see `Puts`."""
         self.expire(now_s)
-        if self.draining:
+        if self.draining and not order.is_own:
             return ["visible" if self.ledger.visible(h.key) else "elsewhere" for h in order.headers]
         refuses = self.erasures.refuses
         refused = {h.key for h in order.headers if refuses(h, now_s, is_copy=order.is_copy)}

@@ -48,6 +48,7 @@ Hot = tuple[Key, Annotated[int, Meta(ge=2, le=1_024)]]  # segment key, copies
 
 BLOCKS_MAX = 1_024  # moved by one call; of the default model 195 MB
 GROUPS_MAX = 1_024  # head groups of a block
+WHY_MAX = 512  # characters of a reason
 TENANTS_SHOWN = 32  # by one node, in stats and metrics: the largest ones
 CHECKSUMS_MAX = 1 << 16  # of one call: 64 groups of the most blocks
 
@@ -272,10 +273,11 @@ class Unpin(Request[Done], frozen=True, tag="unpin"):
 
 class Dropped(Message, frozen=True, tag="dropped"):
     """How many blocks were erased. `ends` (of `bar`): keys after which other nodes may have more
-    that was computed upon them."""
+    that was computed upon them. `unerased`: why some may still be on a disk, if so."""
 
     blocks: Natural
     ends: Annotated[tuple[Key, ...], Meta(max_length=KEYS_MAX)] = ()
+    unerased: Annotated[str, Meta(max_length=WHY_MAX)] = ""
 
 
 class Drop(Request[Dropped], frozen=True, tag="drop"):

@@ -16,7 +16,7 @@ import anyio.abc
 
 from kvass.common.block import BlockHeader
 from kvass.common.clock import Clock
-from kvass.common.errors import Invalid
+from kvass.common.errors import Invalid, Unavailable
 from kvass.common.executor import Executor
 from kvass.common.rpc.hello import Hello
 from kvass.common.rpc.server import Call, Handler
@@ -80,6 +80,7 @@ class Node:
         self._tasks = tasks
         self._slab = slab
         self._tiers: Tiers | None = None
+        self._flash_lost = ""
         self._draining = anyio.Event()
         self._drained = anyio.Event()
 
@@ -89,8 +90,14 @@ class Node:
 
     def add_flash(self, log: FlashLog, writer: Executor, readers: Executor) -> None:
         """Use a second tier, before `run`."""
-        self._tiers = Tiers(self._state, self._slab, log, writer, readers)
+        self._tiers = Tiers(self._state, self._slab, log, writer, readers, self._tasks)
         self._state.rise = self._tiers.rise
+        self._handover.below = self._tiers.brought_up
+
+    def lose_flash(self, why: str) -> None:
+        """Go on with one tier where there should be two: say so, and that nothing erases the
+        other."""
+        self._flash_lost = why
 
     def watch(self, moved: Moved) -> None:
         """Tell of every put, get and fill that moved bytes."""
@@ -151,9 +158,9 @@ class Node:
         return self._handover.left
 
     async def _leave(self) -> None:
-        begun = self._state.index.counts()["visible_blocks"]
         left = await self._handover.leave()
         self._drained.set()
+        begun = self._handover.offered
         if left:
             _log.warning("drained, but %d of %d blocks found no taker", left, begun)
         else:
@@ -171,12 +178,20 @@ class Node:
             **self._filler.counts(),
             **self._handover.counts(),
             **self._scrubber.counts(),
-            **(self._tiers.totals() if self._tiers is not None else {}),
+            **self._flash_counts(),
             "hot_segments": self._heat.hot(),
             "waited_blocks": len(state.waiters),
             "draining": int(state.index.draining),
             "drained": int(self._drained.is_set()),
         }
+
+    def _flash_counts(self) -> dict[str, int]:
+        """Return the second tier's counts; with `hits` and `misses`, which it changes."""
+        if self._tiers is None:
+            return {"flash_off": 1} if self._flash_lost else {}
+        totals = self._tiers.totals()
+        found, index = totals["flash_hits"], self._state.index
+        return {**totals, "hits": index.hits + found, "misses": index.misses - found}
 
     def tenants(self) -> list[m.TenantUse]:
         """Return what the tenants have that have the most, the largest first."""
@@ -201,6 +216,8 @@ class Node:
         if self._tiers is not None:
             self._tiers.asked([keys[i] for i in here])
         below = self._below([key for i, key in keys.items() if i not in here])
+        if self._tiers is not None:
+            self._tiers.counts["hits"] += len(below)
         here |= {i for i, key in keys.items() if key in below}
         visible = ranges(here)
         return m.Blocks(visible=visible, hot=self._hot(spans))
@@ -295,25 +312,44 @@ class Node:
                 for asked, value in zip(by_field, fields, strict=True)
             )
 
+        before = self._keys()
         blocks = self._state.index.drop(matches, self._state.now_s())
         self._state.notify()
-        if self._tiers is not None:
-            blocks += await self._tiers.drop(DropOrder(*by_field, request.keys))
-        return m.Dropped(blocks=blocks)
+        below, unerased = await self._drop_below(DropOrder(*by_field, request.keys), before)
+        return m.Dropped(blocks=blocks + below, unerased=unerased[: m.WHY_MAX])
 
     async def _bar(self, call: Call) -> m.Dropped:
         request = request_of(call, m.Bar)
+        before = self._keys()
         blocks, ends = self._state.index.bar(request.writer, request.after, self._state.now_s())
         self._state.notify()
-        if self._tiers is not None:
-            blocks += await self._tiers.drop(DropOrder(writer=request.writer))
+        gone = tuple(before - self._state.index.ledger.entries.keys())
+        below, unerased = await self._drop_below(DropOrder(writer=request.writer), before)
+        if gone and not unerased:  # what was computed upon his blocks, and has other writers
+            _, unerased = await self._drop_below(DropOrder(keys=gone), before)
         _log.error(
             "writer %s is barred, said %s: %d blocks erased",
             request.writer,
             call.peer.member_id,
-            blocks,
+            blocks + below,
         )
-        return m.Dropped(blocks=blocks, ends=tuple(ends[: m.KEYS_MAX]))
+        return m.Dropped(
+            blocks=blocks + below, ends=tuple(ends[: m.KEYS_MAX]), unerased=unerased[: m.WHY_MAX]
+        )
+
+    def _keys(self) -> set[bytes]:
+        return set() if self._tiers is None else set(self._state.index.ledger.entries)
+
+    async def _drop_below(self, order: DropOrder, before: set[bytes]) -> tuple[int, str]:
+        """Erase on flash what the index has erased from memory, which had the keys `before`.
+        Returns how many more went, and why not all, if so."""
+        if self._tiers is None:
+            return 0, self._flash_lost
+        try:
+            gone = list(before - self._state.index.ledger.entries.keys())
+            return await self._tiers.drop(order, gone), ""
+        except Unavailable as error:
+            return 0, str(error)
 
     async def _stats(self, call: Call) -> m.StatsReply:
         counts = self.counts()

@@ -45,7 +45,8 @@ class PutOrder:
     ends_s: float
     hold_owner: str = ""
     hold_ends_s: float = 0.0
-    is_copy: bool = False  # of another node's blocks
+    is_copy: bool = False  # of blocks that another node, or another tier of this one, has
+    is_own: bool = False  # from another tier of this node: taken also while it drains
 
 
 @dataclass(slots=True, eq=False)

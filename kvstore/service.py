@@ -31,7 +31,7 @@ from kvass.common.wire import Tags
 from kvass.kvstore import messages as m
 from kvass.kvstore.eviction import ChainLru, Eviction
 from kvass.kvstore.flash.appender import DEPTH as WRITES
-from kvass.kvstore.flash.disk import RealDisk
+from kvass.kvstore.flash.disk import FolderTaken, RealDisk
 from kvass.kvstore.flash.log import FlashLog, LogSettings
 from kvass.kvstore.index import Index, Limits
 from kvass.kvstore.node import Node
@@ -49,6 +49,7 @@ _log = logging.getLogger(__name__)
 # (exceptions with their frames) dies young.
 GC_THRESHOLDS = (50_000, 50, 1 << 30)
 _POLICIES: dict[str, Callable[[], Eviction]] = {"reuse": ReuseEviction, "lru": ChainLru}
+NODES_A_HOST = 64  # that share a flash folder
 FLASH_READERS = 8  # reads in flight: one alone leaves a disk idle most of the time
 COPY_THREADS = 2  # hashing and copying beside the mover thread's reads; more only takes cores
 
@@ -163,9 +164,19 @@ def _open_flash(store: StoreConfig, node: Node, stack: ExitStack) -> None:
     settings = LogSettings(store.flash_bytes, store.flash_segment_bytes, store.flash_unsynced_bytes)
     writes = stack.enter_context(ThreadPoolExecutor(WRITES, thread_name_prefix="kvass-flash"))
     try:
-        log = FlashLog(RealDisk(Path(store.flash_dir)), settings, writes)
+        disk = _own_folder(Path(store.flash_dir))
+        try:
+            log = FlashLog(disk, settings, writes)
+        except BaseException:
+            disk.close()
+            raise
     except Unavailable as error:
-        _log.error("%s: the node runs without flash", error)
+        _log.error(
+            "%s: the node runs without flash. What is in %s is not served, and no drop erases it",
+            error,
+            store.flash_dir,
+        )
+        node.lose_flash(str(error))
         return
     stack.callback(log.close)
     writer, readers = ThreadExecutor("kvass-sink"), ThreadExecutor("kvass-rise", FLASH_READERS)
@@ -173,6 +184,17 @@ def _open_flash(store: StoreConfig, node: Node, stack: ExitStack) -> None:
     stack.callback(writer.close)
     _log.info("flash: %d blocks in %s", len(log.catalog), store.flash_dir)
     node.add_flash(log, writer, readers)
+
+
+def _own_folder(folder: Path) -> RealDisk:
+    """Open the first folder in `folder` that no running node has: several nodes of one host may
+    name the same, and a node that starts anew finds what was there."""
+    for number in range(NODES_A_HOST):
+        try:
+            return RealDisk(folder / f"node-{number}")
+        except FolderTaken:
+            continue
+    raise Unavailable(f"{folder} serves {NODES_A_HOST} nodes already")
 
 
 def _limits(store: StoreConfig, epoch: str) -> Limits:

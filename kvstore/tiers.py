@@ -1,69 +1,71 @@
 """A store node's second tier beside its first: what goes down to flash, and what comes up again.
 
     asked for (not by the job it is held for) ─> a bounded queue ─> leased, written, found on flash
-    get, stage ─> read ─> a put of the node to itself ─> checked in its slot ─> visible
+    get, stage, drain ─> found on flash ─> `rises.py` ─> visible
 
 A block goes down when it was asked for once after its put, and as soon as memory begins to fill:
-then it is on flash before it is evicted. Coming up is a put like any other's: quotas, erasures and
-the slots' conservation hold as they do for writers. A disk that fails makes this tier step aside
-for a while: reads are misses, writes refused and counted, and the node goes on.
+then it is on flash before it is evicted. A disk that fails or hangs makes this tier step aside for
+a while: reads are misses, writes refused and counted, and the node goes on.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
+from functools import partial
 
 import anyio
-import msgspec
+import anyio.abc
 
 from kvass.common.block import BlockHeader
 from kvass.common.errors import Unavailable
 from kvass.common.executor import Executor
-from kvass.kvstore.flash.catalog import Fetched
-from kvass.kvstore.flash.disk import PAGE, page_memory
+from kvass.kvstore.flash.disk import PAGE
 from kvass.kvstore.flash.log import FlashLog
 from kvass.kvstore.flash.records import DropOrder
 from kvass.kvstore.flash.table import pages_in
 from kvass.kvstore.ledger import Entry
 from kvass.kvstore.node_state import NodeState
-from kvass.kvstore.puts import Move, PutOrder
+from kvass.kvstore.rises import GET_S, LIFT_S, RISING_MAX, Rises
 from kvass.kvstore.slab import Slab
 
 _log = logging.getLogger(__name__)
 
-OWN_SESSION = "flash"  # no process's start id: the puts that this node makes to itself
 WAITING_MAX = 65_536  # blocks that are to go down: 12 GB of the default model's
-BATCH_BYTES = 16 << 20  # written, or read, between two looks at the index
+BATCH_BYTES = 16 << 20  # written between two looks at the index
 FULL_SHARE = 0.5  # of the slab in use: from here on blocks go down
 TICK_S = 0.05
-RISE_S = 2.0  # of one call, for what comes up: as long as a slow disk takes for a long prompt
+STAGE_SHARE = 0.125  # of the slab, for what one call or a drain's batch brings up
+BATCH_S = 30.0  # of a drain, for a batch: its blocks are nowhere else
 ASIDE_S = 30.0  # a full disk may be emptied meanwhile
 READ_FAULTS_MAX = 8  # in a row of looks; more is a broken disk, not a broken page
 
 
 class Tiers:
-    """Mutable fields: `_waiting` (keys that are to go down, oldest first), `_rising` (keys on their
-    way up), `_aside_until_s`, `_read_faults` (seen at the last look), `counts`.
+    """Mutable fields: `_waiting` (keys that are to go down, oldest first), `_aside_until_s`,
+    `_read_faults` (seen at the last look), `counts`.
 
     `writer` runs one call of the log at a time, `readers` as many reads as the disk wants in
     flight."""
 
     def __init__(
-        self, state: NodeState, slab: Slab, log: FlashLog, writer: Executor, readers: Executor
+        self,
+        state: NodeState,
+        slab: Slab,
+        log: FlashLog,
+        writer: Executor,
+        readers: Executor,
+        tasks: anyio.abc.TaskGroup,
     ) -> None:
         self._state = state
         self._slab = slab
         self._log = log
         self._writer = writer
-        self._readers = readers
+        self._rises = Rises(state, slab, log.catalog, readers, tasks)
         self._waiting: dict[bytes, None] = {}
-        self._rising: dict[bytes, anyio.Event] = {}
         self._aside_until_s = -1.0
         self._read_faults = 0
-        self._numbers = itertools.count()
         self.counts: Counter[str] = Counter()
 
     def found(self, keys: Sequence[bytes]) -> set[bytes]:
@@ -139,108 +141,92 @@ class Tiers:
 
     # --- up ---
 
-    async def rise(self, keys: Sequence[bytes], limit_s: float = RISE_S) -> None:
+    async def rise(self, keys: Sequence[bytes], limit_s: float = GET_S) -> None:
         """Bring those of `keys` that are on flash, and not in memory, into memory; what cannot be
         had within the time is a miss."""
+        places = self._wanted(keys)
+        if places:
+            await self._rises.rise(places, limit_s)
+            self._look_at_faults()
+
+    def stage(self, keys: Sequence[bytes]) -> None:
+        """Begin to bring blocks up, as many as a part of the memory holds: a hint."""
+        places = self._wanted(keys)
+        room = int(self._state.index.ledger.extents.total * STAGE_SHARE)
+        ahead: dict[bytes, int] = {}
+        for key, place in places.items():
+            room -= pages_in(place) * PAGE
+            if room < 0:
+                break
+            ahead[key] = place
+        self.counts["staged"] += len(ahead)
+        self._rises.start(ahead)
+
+    def _wanted(self, keys: Sequence[bytes]) -> dict[bytes, int]:
+        """Return where those are that only flash has, and count them as used."""
         entries = self._state.index.ledger.entries
-        wanted = [key for key in self.found(keys) if key not in entries]
-        self._log.catalog.use(wanted)
-        ends_s = self._state.now_s() + limit_s
-        fresh = [key for key in wanted if key not in self._rising]
-        others = [self._rising[key] for key in wanted if key in self._rising]
-        done = anyio.Event()
-        self._rising.update(dict.fromkeys(fresh, done))
-        try:
-            while fresh and self._state.now_s() < ends_s:
-                part, fresh = self._part(fresh)
-                await self._rise(part)
-        finally:
-            for key in [key for key, event in self._rising.items() if event is done]:
-                del self._rising[key]
-            done.set()
-        with anyio.move_on_after(max(ends_s - self._state.now_s(), 0.0)):
-            for event in others:
-                await event.wait()
+        missing = [key for key in keys if key not in entries]
+        if not missing or self._is_aside():
+            return {}
+        places = self._log.catalog.find(missing)
+        wanted = {key: place for key, place in zip(missing, places, strict=True) if place}
+        if wanted:
+            self._log.catalog.use(list(wanted))
+        return wanted
 
-    def _part(self, keys: list[bytes]) -> tuple[dict[bytes, int], list[bytes]]:
-        """Cut off what one look reads."""
-        places = self._log.catalog.find(keys)
-        size = count = 0
-        while count < len(keys) and size < BATCH_BYTES:
-            size += pages_in(places[count]) * PAGE
-            count += 1
-        return dict(zip(keys[:count], places[:count], strict=True)), keys[count:]
+    async def brought_up(self) -> AsyncIterator[tuple[list[bytes], int]]:
+        """Bring up all that only flash has, batch after batch, each when the last one is done with:
+        the keys, and how many of them could not be had."""
+        for sequence in self._log.sequences():
+            try:
+                keys = await self._writer.run(partial(self._log.keys_in, sequence))
+            except Unavailable as error:
+                _log.error("%s: its blocks cannot be handed over", error)
+                yield [], self._log.catalog.count_in(sequence)
+                continue
+            here = self._state.index.ledger.entries
+            keys = [key for key in keys if key not in here]
+            places = dict(zip(keys, self._log.catalog.find(keys), strict=True))
+            while places:
+                batch = self._batch(places)
+                await self._rises.rise(batch, BATCH_S)
+                self._look_at_faults()
+                yield list(batch), sum(key not in here for key in batch)
 
-    async def _rise(self, places: dict[bytes, int]) -> None:
-        fetched: dict[bytes, Fetched] = {}
-
-        async def read(key: bytes, place: int) -> None:
-            found = await self._readers.run(lambda: self._read(key, place))
-            if found is not None:
-                fetched[key] = found
-
-        async with anyio.create_task_group() as tasks:
-            for key, place in places.items():
-                if place:
-                    tasks.start_soon(read, key, place)
-        self._look_at_faults()
-        for key in sorted(fetched, key=lambda key: fetched[key].header.index):
-            await self._show(fetched[key], places[key])
-
-    def _read(self, key: bytes, place: int) -> Fetched | None:
-        return self._log.catalog.read(key, place, page_memory(pages_in(place) * PAGE))
-
-    async def _show(self, fetched: Fetched, place: int) -> None:
-        """Put a block that was read into a slot; it is visible when it is right there."""
-        index, header = self._state.index, fetched.header
-        order = self._order(header)
-        if index.put_begin(order, self._state.now_s()) != ["granted"]:
-            return  # no room, erased meanwhile, or here by now
-        (move,) = index.begin_moves(order.put_id, OWN_SESSION, [header.key], self._state.now_s())
-        assert move is not None
-        right = False
-        try:
-            right = await self._readers.run(lambda: self._copy(fetched, move))
-        finally:
-            stored = index.end_move(move, header.checksums if right else None)
-            index.put_abort(order.put_id, OWN_SESSION, self._state.now_s())
-            self._state.notify()
-        self.counts["hits"] += stored
-        if not right:
-            self._log.catalog.found_wrong(header.key, place)
-
-    def _copy(self, fetched: Fetched, move: Move) -> bool:
-        with self._slab.view[move.offset : move.offset + move.size] as target:
-            return fetched.copy_to(target)
-
-    def _order(self, header: BlockHeader) -> PutOrder:
-        groups = len(header.checksums)
-        return PutOrder(
-            put_id=f"{OWN_SESSION}-{next(self._numbers)}",
-            session=OWN_SESSION,
-            headers=[msgspec.structs.replace(header, checksums=())],
-            head_groups=groups,
-            groups=range(groups),
-            ends_s=self._state.now_s() + RISE_S,
-            is_copy=True,
-        )
+    def _batch(self, places: dict[bytes, int]) -> dict[bytes, int]:
+        """Take out as much as a part of the memory holds, one block at least."""
+        room = int(self._state.index.ledger.extents.total * STAGE_SHARE)
+        batch: dict[bytes, int] = {}
+        while places and (room > 0 or not batch) and len(batch) < RISING_MAX // 4:
+            key = next(iter(places))
+            batch[key] = places.pop(key)
+            room -= pages_in(batch[key]) * PAGE
+        return batch
 
     # --- erasing, faults, counts ---
 
-    async def drop(self, order: DropOrder) -> int:
-        """Erase blocks on flash, for good; call it after the index's own drop. Raises Unavailable
-        when not all could be erased."""
-        return await self._writer.run(lambda: self._log.drop(order))
+    async def drop(self, order: DropOrder, gone: Sequence[bytes] = ()) -> int:
+        """Erase blocks on flash, for good; call it after the index's own drop, with the keys that
+        this erased. Returns how many others there were. Raises Unavailable when not all could be
+        erased."""
+
+        def erase() -> int:
+            both = sum(place > 0 for place in self._log.catalog.find(gone))
+            return max(self._log.drop(order) - both, 0)
+
+        return await self._writer.run(erase)
 
     async def sync(self) -> None:
         """Make all that is on flash last."""
         await self._writer.run(self._log.sync)
 
     def _is_aside(self) -> bool:
+        if self._rises.waited_s > LIFT_S:
+            self._step_aside(f"flash: a read has taken {self._rises.waited_s:.0f} s")
         return self._state.now_s() < self._aside_until_s
 
     def _step_aside(self, why: object) -> None:
-        if not self._is_aside():
+        if self._state.now_s() >= self._aside_until_s:
             _log.error("%s: the flash tier steps aside for %.0f s", why, ASIDE_S)
         self._aside_until_s = self._state.now_s() + ASIDE_S
 
@@ -261,7 +247,11 @@ class Tiers:
             "flash_blocks": len(catalog),
             "flash_index_bytes": catalog.index_bytes,
             "flash_waiting_blocks": len(self._waiting),
-            "flash_aside": int(self._is_aside()),
+            "flash_rising_blocks": len(self._rises),
+            "flash_off": int(self._is_aside()),
             **{f"flash_{name}": catalog.counts[name] for name in (*names, "freed_files")},
-            **{f"flash_{name}": self.counts[name] for name in ("hits", "sunk", "refused")},
+            **{
+                f"flash_{name}": self.counts[name] for name in ("hits", "sunk", "staged", "refused")
+            },
+            **{f"flash_{name}": self._rises.counts[name] for name in ("risen", "rises_refused")},
         }

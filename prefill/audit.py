@@ -3,10 +3,11 @@
     a job was served ──> its chain is remembered ──idle──> who wrote its blocks?
         blocks of others ──> pull some, compute them anew from the tokens, compare
             alike within the bound ──> right
-            not alike ──> compute and pull again, and prove oneself on a known prompt
+            not alike ──> compute and pull again, and prove oneself on a known prompt;
+                          then go back to the first block of the chain that is wrong
                 the block before is the same writer's, and right ──> the writer is barred
                 else ──> this block and those after it are dropped: who wrote it may have
-                         computed upon another one's wrong block
+                         computed upon another one's wrong block, which is gone
 
 Blocks carry no tokens, so a worker checks chains of its own jobs; blocks of a chain's beginning
 only, since each must be computed from the first token on, and nothing that the store says is taken
@@ -22,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 import anyio
 
@@ -42,6 +44,7 @@ CHAINS_KEPT = 8  # of the latest jobs
 BLOCKS_MAX = 256  # of a chain, from its beginning: 4,096 tokens of the default block
 RUN_BLOCKS = 8  # compared by one audit
 LOOK_S = 1.0
+Look = Literal["right", "wrong", "gone"]
 CALL_S = 2.0
 PULL_S = 10.0
 
@@ -171,20 +174,15 @@ class Auditor:
     ) -> None:
         """Look again at a block that is not as it should be, at oneself first; then act."""
         await self._prove_oneself(tokens[: (index + 1) * chain.block_tokens], index, own)
-        before = [index - 1] if index else []
-        with self.bench.slots(1 + len(before)) as slots:
-            if not slots:
-                return
-            landed = await self.store.pull(chain, [index, *before], slots, deadline_s=PULL_S)
-            if index not in landed or not await self.bench.differ(own[index], slots[0]):
-                return  # gone, or it was the transfer
-            proved = not before or (
-                writers.get(index - 1) == writers[index]
-                and index - 1 in landed
-                and not await self.bench.differ(own[index - 1], slots[1])
-            )
+        if await self._look(chain, index, own) != "wrong":
+            return  # gone, or it was the transfer
+        before: Look = "gone"
+        while index and (before := await self._look(chain, index - 1, own)) == "wrong":
+            index -= 1  # what is wrong makes all wrong that is computed upon it
+        writer = writers.get(index, self.name)
+        same = before == "right" and writers.get(index - 1) == writer
+        proved = writer != self.name and (not index or same)
         self.wrong += 1
-        writer = writers[index]
         _log.error("block %d of a chain, written by %s, is wrong", index, writer)
         if proved:
             self.barred += 1
@@ -197,6 +195,13 @@ class Auditor:
             )
         else:
             await self.store.drop(keys=chain.keys[index:][: m.KEYS_MAX], deadline_s=CALL_S)
+
+    async def _look(self, chain: Chain, index: int, own: Sequence[int]) -> Look:
+        """Pull one block and compare it."""
+        with self.bench.slots(1) as slots:
+            if not slots or not await self.store.pull(chain, [index], slots, deadline_s=PULL_S):
+                return "gone"
+            return "wrong" if await self.bench.differ(own[index], slots[0]) else "right"
 
     async def _prove_oneself(self, tokens: Sequence[int], index: int, own: Sequence[int]) -> None:
         """Compute again, and the known prompt too; raises OwnFault when either comes out

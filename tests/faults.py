@@ -34,6 +34,7 @@ FAULTS: dict[int, str] = {
     40: "A stop string, split over tokens, leaks its beginning or holds back too much.",
     41: "A character, split over tokens, comes out as a replacement character.",
     43: "`cached_tokens` counts what was computed, or not all that was not.",
+    45: "A side door is open to whoever reaches it, or takes what it cannot know to be meant.",
     46: "A node with one segment of a long prompt dies, and all that follows is computed again.",
     47: "More long prompts are in flight than the store holds.",
     49: "The last will of a member's earlier start comes after the presence of its next one.",

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
+import anyio
+import anyio.abc
 import msgspec
 import pytest
 
 from flash_model import SMALL, header_of, key_of, open_log, payload_of
 from kvass.common.clock import ManualClock
 from kvass.common.executor import InlineExecutor
+from kvass.kvstore import rises
+from kvass.kvstore.flash.disk import PAGE
 from kvass.kvstore.flash.memory_disk import MemoryDisk
 from kvass.kvstore.flash.records import DropOrder
 from kvass.kvstore.index import Index, Limits
@@ -21,19 +26,42 @@ from kvass.kvstore.tiers import ASIDE_S, Tiers
 
 pytestmark = pytest.mark.anyio
 SLAB_BYTES = 64 << 10
+T = TypeVar("T")
+
+
+class Gate:
+    """Reads that wait until the test lets them go."""
+
+    def __init__(self) -> None:
+        self.opened = anyio.Event()
+        self.opened.set()
+        self.begun = 0
+
+    async def run(self, function: Callable[[], T]) -> T:
+        self.begun += 1
+        await self.opened.wait()
+        return await InlineExecutor().run(function)
+
+
+@pytest.fixture
+async def tasks() -> AsyncIterator[anyio.abc.TaskGroup]:
+    async with anyio.create_task_group() as group:
+        yield group
+        group.cancel_scope.cancel()
 
 
 class Stage:
     """A node's state and its tiers, on a disk in memory."""
 
-    def __init__(self, disk: MemoryDisk) -> None:
+    def __init__(self, disk: MemoryDisk, tasks: anyio.abc.TaskGroup) -> None:
         self.clock = ManualClock()
         self.slab = Slab(SLAB_BYTES)
         self.index = Index(SLAB_BYTES, Limits(epoch="e"))
         nothing = cast(Any, SimpleNamespace())
         self.state = NodeState(self.index, nothing, nothing, self.clock)
+        self.readers = Gate()
         log = open_log(disk, SMALL)
-        self.tiers = Tiers(self.state, self.slab, log, InlineExecutor(), InlineExecutor())
+        self.tiers = Tiers(self.state, self.slab, log, InlineExecutor(), self.readers, tasks)
 
     def put(self, number: int) -> None:
         header = header_of(number)
@@ -58,8 +86,8 @@ class Stage:
         self.index.ledger.remove(entry)
 
 
-async def filled(disk: MemoryDisk) -> Stage:
-    stage = Stage(disk)
+async def filled(disk: MemoryDisk, tasks: anyio.abc.TaskGroup) -> Stage:
+    stage = Stage(disk, tasks)
     for number in range(6):
         stage.put(number)
     stage.tiers.asked([key_of(number) for number in range(4)])
@@ -67,30 +95,32 @@ async def filled(disk: MemoryDisk) -> Stage:
     return stage
 
 
-async def test_what_was_asked_for_comes_back_and_what_was_not_is_gone() -> None:
-    stage = await filled(MemoryDisk())
+async def test_what_was_asked_for_comes_back_and_what_was_not_is_gone(
+    tasks: anyio.abc.TaskGroup,
+) -> None:
+    stage = await filled(MemoryDisk(), tasks)
     keys = [key_of(number) for number in range(6)]
     assert stage.tiers.found(keys) == set(keys[:4])
     for number in range(6):
         stage.evict(number)
     await stage.tiers.rise(keys)
     assert [stage.read(number) for number in range(4)] == [payload_of(n) for n in range(4)]
-    assert stage.read(4) is None and stage.tiers.totals()["flash_hits"] == 4
+    assert stage.read(4) is None and stage.tiers.totals()["flash_risen"] == 4
     stage.index.ledger.check()
 
 
-async def test_a_restart_serves_what_was_synced() -> None:
+async def test_a_restart_serves_what_was_synced(tasks: anyio.abc.TaskGroup) -> None:
     disk = MemoryDisk()
-    await (await filled(disk)).tiers.sync()
+    await (await filled(disk, tasks)).tiers.sync()
     disk.crash(lambda size: 0)
-    stage = Stage(disk)
+    stage = Stage(disk, tasks)
     await stage.tiers.rise([key_of(number) for number in range(6)])
     assert [stage.read(number) for number in range(4)] == [payload_of(n) for n in range(4)]
 
 
-async def test_a_flipped_bit_is_a_miss_and_the_slot_comes_back() -> None:
+async def test_a_flipped_bit_is_a_miss_and_the_slot_comes_back(tasks: anyio.abc.TaskGroup) -> None:
     disk = MemoryDisk()
-    stage = await filled(disk)
+    stage = await filled(disk, tasks)
     for number in range(6):
         stage.evict(number)
     for content in disk.files.values():
@@ -103,8 +133,8 @@ async def test_a_flipped_bit_is_a_miss_and_the_slot_comes_back() -> None:
     assert stage.index.ledger.blocks["writing"] == stage.index.ledger.blocks["quarantined"] == 0
 
 
-async def test_a_drop_reaches_flash() -> None:
-    stage = await filled(MemoryDisk())
+async def test_a_drop_reaches_flash(tasks: anyio.abc.TaskGroup) -> None:
+    stage = await filled(MemoryDisk(), tasks)
     tenant = header_of(0).tenant
     stage.index.drop(lambda header: header.tenant == tenant, 0.0)
     assert await stage.tiers.drop(DropOrder(tenant=tenant)) == 2
@@ -112,11 +142,13 @@ async def test_a_drop_reaches_flash() -> None:
     assert stage.read(0) is None and stage.read(3) is None and stage.read(1) is not None
 
 
-async def test_a_full_disk_is_stepped_aside_from_and_tried_again() -> None:
+async def test_a_full_disk_is_stepped_aside_from_and_tried_again(
+    tasks: anyio.abc.TaskGroup,
+) -> None:
     disk = MemoryDisk()
     disk.refuses = lambda what, name: "No space left on device" if what == "create" else None
-    stage = await filled(disk)
-    assert stage.tiers.totals()["flash_refused"] == 4 and stage.tiers.totals()["flash_aside"] == 1
+    stage = await filled(disk, tasks)
+    assert stage.tiers.totals()["flash_refused"] == 4 and stage.tiers.totals()["flash_off"] == 1
     assert stage.read(0) == payload_of(0), "memory goes on serving"
     assert stage.index.ledger.entries[key_of(0)].leases == 0
     disk.refuses = lambda what, name: None
@@ -127,3 +159,87 @@ async def test_a_full_disk_is_stepped_aside_from_and_tried_again() -> None:
     stage.tiers.asked([key_of(0)])
     await stage.tiers.sink()
     assert stage.tiers.found([key_of(0)]) == {key_of(0)}
+
+
+async def test_a_drop_counts_a_block_once_that_is_in_both_tiers(
+    tasks: anyio.abc.TaskGroup,
+) -> None:
+    stage = await filled(MemoryDisk(), tasks)
+    tenant = header_of(0).tenant
+    stage.evict(0)  # on flash only; block 3 is in both, of the same tenant
+    before = set(stage.index.ledger.entries)
+    stage.index.drop(lambda header: header.tenant == tenant, 0.0)
+    gone = before - stage.index.ledger.entries.keys()
+    assert gone == {key_of(3)}
+    assert await stage.tiers.drop(DropOrder(tenant=tenant), list(gone)) == 1
+
+
+async def test_a_get_waits_for_a_slow_disk_only_so_long(tasks: anyio.abc.TaskGroup) -> None:
+    stage = await filled(MemoryDisk(), tasks)
+    keys = [key_of(number) for number in range(4)]
+    for number in range(6):
+        stage.evict(number)
+    stage.readers.opened = anyio.Event()
+    with anyio.fail_after(5):
+        await stage.tiers.rise(keys, limit_s=0.01)
+        assert all(stage.read(number) is None for number in range(4)), "a miss"
+        await stage.tiers.rise(keys, limit_s=0.01)
+        assert stage.readers.begun == 4, "nothing is read twice at once"
+        # Late for them, the blocks are there for the next one.
+        stage.readers.opened.set()
+        await stage.tiers.rise(keys)
+    assert [stage.read(number) for number in range(4)] == [payload_of(n) for n in range(4)]
+
+
+async def test_what_is_read_at_once_is_bounded(
+    tasks: anyio.abc.TaskGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rises, "PART_BYTES", 1)
+    monkeypatch.setattr(rises, "FLIGHT_BYTES", 2 * PAGE)  # two of the small ones
+    stage = await filled(MemoryDisk(), tasks)
+    for number in range(6):
+        stage.evict(number)
+    stage.readers.opened = anyio.Event()
+    await stage.tiers.rise([key_of(number) for number in (0, 1, 2, 3)], limit_s=0.01)
+    assert stage.readers.begun < 4 and stage.tiers.totals()["flash_rising_blocks"] == 4
+    stage.readers.opened.set()
+    await stage.tiers.rise([key_of(number) for number in (0, 1, 2, 3)])
+    assert stage.tiers.totals()["flash_risen"] == 4
+    monkeypatch.setattr(rises, "RISING_MAX", 0)
+    stage.evict(1)
+    await stage.tiers.rise([key_of(1)])
+    assert stage.read(1) is None and stage.tiers.totals()["flash_rises_refused"] == 1
+
+
+async def test_a_disk_that_hangs_is_stepped_aside_from(tasks: anyio.abc.TaskGroup) -> None:
+    stage = await filled(MemoryDisk(), tasks)
+    stage.evict(0)
+    stage.readers.opened = anyio.Event()
+    await stage.tiers.rise([key_of(0)], limit_s=0.01)
+    stage.clock.time_s += rises.LIFT_S + 1
+    assert stage.tiers.found([key_of(1)]) == set() and stage.tiers.totals()["flash_off"] == 1
+    stage.readers.opened.set()
+    await anyio.wait_all_tasks_blocked()
+    stage.clock.time_s += ASIDE_S
+    assert stage.tiers.found([key_of(1)]) == {key_of(1)}
+
+
+async def test_what_is_staged_is_there_before_it_is_asked_for(tasks: anyio.abc.TaskGroup) -> None:
+    stage = await filled(MemoryDisk(), tasks)
+    for number in range(6):
+        stage.evict(number)
+    stage.tiers.stage([key_of(number) for number in range(6)])
+    await anyio.wait_all_tasks_blocked()
+    there = [number for number in range(6) if stage.read(number)]
+    assert there == [0, 1], "in order, as much as an eighth of the memory holds"
+
+
+async def test_a_drain_brings_up_all_that_only_flash_has(tasks: anyio.abc.TaskGroup) -> None:
+    stage = await filled(MemoryDisk(), tasks)
+    for number in (0, 1, 2, 4, 5):
+        stage.evict(number)
+    stage.index.draining = True
+    batches = [batch async for batch in stage.tiers.brought_up()]
+    assert {key for keys, _ in batches for key in keys} == {key_of(n) for n in (0, 1, 2)}
+    assert len(batches) > 1 and not any(lost for _, lost in batches)
+    assert stage.read(2) == payload_of(2), "a node that drains still takes what is its own"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,19 +65,29 @@ async def drop(config: Config, url: str, which: Chosen, console: Console) -> int
         store.set_nodes([StoreNode(m["id"], m["address"], 1) for m in nodes])
         dialer = Dialer(tasks, hello, wire.Tags(wire.WORKER_REPLIES), credentials)
         workers = [m for m in members if m["role"] in WORKERS and m["state"] != "lost"]
-        try:
-            blocks = await _erase(store, which)
-            for worker in workers:
-                await _forget(dialer, worker)
-            blocks += await _erase(store, which)
+        blocks, failures = 0, list[KvassError]()
+
+        async def done(what: Awaitable[int]) -> None:
+            """What one cannot do, the others do all the same."""
+            nonlocal blocks
+            try:
+                blocks += await what
+            except KvassError as error:
+                failures.append(error)
+
+        await done(_erase(store, which))
+        for worker in workers:
+            await done(_forget(dialer, worker))
+        await done(_erase(store, which))
+        if failures:
+            console.print(f"Not all is erased: {failures[-1]}. Try again.", style="red")
+            code = 1
+        else:
             console.print(
                 f"{blocks} blocks erased on {len(nodes)} store nodes, and {len(workers)} workers "
                 "keep nothing that they do not use now. Requests that are under way may store "
                 "their blocks again."
             )
-        except KvassError as error:
-            console.print(f"Not all is erased: {error}. Try again.", style="red")
-            code = 1
         tasks.cancel_scope.cancel()
     return code
 
@@ -91,6 +101,8 @@ async def _erase(store: StoreClient, which: Chosen) -> int:
     )
 
 
-async def _forget(dialer: Dialer, worker: Mapping[str, Any]) -> None:
+async def _forget(dialer: Dialer, worker: Mapping[str, Any]) -> int:
+    """Empty a worker's own pool of what it does not use; that counts as no stored block."""
     client = await dialer.client(worker["address"])
     await client.call(wire.Forget(), deadline_s=TIMEOUT_S)
+    return 0

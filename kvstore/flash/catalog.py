@@ -123,6 +123,17 @@ class Catalog:
         with self._lock:
             self._table.remove_file(sequence)
 
+    def count_in(self, sequence: int) -> int:
+        """Return how many keys have their newest records in one file."""
+        with self._lock:
+            return self._table.count_in(sequence)
+
+    def newest(self, hashes: U64, places: U64) -> NDArray[np.bool_]:
+        """Say which records are the newest of their keys."""
+        with self._lock:
+            newest: NDArray[np.bool_] = self._table.find(hashes) == places
+        return newest
+
     def hot(self, hashes: U64, places: U64) -> NDArray[np.bool_]:
         """Say which records are the newest of their keys, and used since they were written."""
         with self._lock:

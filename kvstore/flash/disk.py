@@ -66,6 +66,10 @@ class Disk(Protocol):
         ...
 
 
+class FolderTaken(Unavailable):
+    """Another running node has the folder."""
+
+
 def page_memory(size: int) -> memoryview:
     """Return zeroed memory that starts on a page, as direct I/O needs it."""
     return memoryview(mmap.mmap(-1, size))
@@ -125,7 +129,7 @@ class RealDisk:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self._lock)
-            raise Unavailable(f"{folder} belongs to another store node that is running") from None
+            raise FolderTaken(f"{folder} belongs to another store node that is running") from None
 
     def names(self) -> list[str]:
         with _mapped("list", str(self._folder)):

@@ -108,6 +108,19 @@ class FlashLog:
         """What its files may take together."""
         return self._settings.flash_bytes
 
+    def sequences(self) -> list[int]:
+        """Return which files there are, oldest first."""
+        return sorted(self.catalog.segments)
+
+    def keys_in(self, sequence: int) -> list[bytes]:
+        """Return the keys whose newest records are in one file; raises Unavailable."""
+        segment = self.catalog.segments.get(sequence)
+        if segment is None:
+            return []
+        rows = self._index_of(segment).rows
+        newest = self.catalog.newest(table.hashes_in(rows["key"]), places_of(segment, rows))
+        return [row.tobytes() for row in rows["key"][newest]]
+
     # --- appending ---
 
     def append(self, blocks: Iterable[tuple[BlockHeader, memoryview]]) -> int:

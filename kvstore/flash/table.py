@@ -122,13 +122,21 @@ class Table:
         self.count -= len(gone)
         return there
 
+    def count_in(self, sequence: int) -> int:
+        """Return how many keys have their records in one file: a look at all slots."""
+        return int(self._in_file(sequence).sum())
+
     def remove_file(self, sequence: int) -> None:
         """Forget every key whose record is in one file: a look at all slots."""
-        bits = np.uint64(PAGE_BITS + PAGES_BITS)
-        gone = (self._places >> bits == np.uint64(sequence)) & (self._hashes > _GONE)
+        gone = self._in_file(sequence)
         self._hashes[gone] = _GONE
         self._places[gone] = 0
         self.count -= int(gone.sum())
+
+    def _in_file(self, sequence: int) -> NDArray[np.bool_]:
+        bits = np.uint64(PAGE_BITS + PAGES_BITS)
+        found: NDArray[np.bool_] = self._places >> bits == np.uint64(sequence)
+        return found & (self._hashes > _GONE)
 
     def _slots(self, hashes: U64) -> NDArray[np.int64]:
         """Return each key's slot, or -1: all keys step on together until each has met its own or an

@@ -21,6 +21,7 @@ import trio.testing
 from hash_model import BLOCK, HashModel, reference
 from kvass.common.costs import Costs
 from kvass.common.model.runner import Rows
+from kvass.common.transport.memory import Fault
 from kvass.kvstore.links import CALL_S
 from store_sim import Cluster, cluster
 from worker_sim import CLAIM_S, Prefiller, add_decoder, add_prefiller
@@ -31,6 +32,7 @@ TOKENS = 256 * BLOCK  # as many blocks as 4,096 tokens are where a block is 16 t
 REQUESTS = 200
 # Beyond the claim: the tick that ends it, the step that had begun, and the calls about it.
 SLICE_S = 0.5
+JOBS_S = 60.0  # virtual seconds of all jobs together, whatever happens
 
 
 @pytest.fixture
@@ -99,9 +101,10 @@ async def many(prefiller: Prefiller, prompt: list[int], count: int, name: str) -
         assert progress.done and progress.visible_blocks == len(prompt) // BLOCK
         assert not progress.missing
 
-    async with anyio.create_task_group() as tasks:
-        for number in range(count):
-            tasks.start_soon(one, number)
+    with anyio.fail_after(JOBS_S):
+        async with anyio.create_task_group() as tasks:
+            for number in range(count):
+                tasks.start_soon(one, number)
 
 
 async def check_answer(sim: Cluster, prompt: list[int]) -> None:
@@ -202,6 +205,8 @@ async def test_prompts_of_three_slabs_are_answered_and_what_is_held_is_pulled(
         sim.add_node("store-0", blocks=32, claim_s=CLAIM_S)
         prefiller = add_prefiller(sim, slots=4 * 96)
         decoder = add_decoder(sim, slots=2 * 96)
+        slow = decoder.worker.hello.start_id  # it pulls later than prefill pushes
+        sim.fabric.fault = lambda attempt: Fault(delay_s=0.3 * (attempt.target == slow))
 
         async def serve(number: int, blocks: int) -> None:
             prompt, name = prompt_of(blocks * BLOCK + 1, seed=number), f"r{number}"

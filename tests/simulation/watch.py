@@ -14,14 +14,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvass.common.block import BlockHeader
+from kvass.kvstore import fills, rises
 from kvass.kvstore.checksum import sums
-from kvass.kvstore.fills import OWN_SESSION
 from kvass.kvstore.index import Index, Limits
 from kvass.kvstore.ledger import Entry, Ledger
 from kvass.kvstore.puts import Move
 from kvass.kvstore.slab import Slab
 
 Matches = Callable[[BlockHeader], bool]
+OWN_PUTS = (f"{fills.OWN_SESSION}-", f"{rises.OWN_SESSION}-")  # of what nodes bring by themselves
 WHOLE_LOOK = 16  # every so many looks a ledger is counted anew, which takes a while
 
 
@@ -111,7 +112,7 @@ class WatchedIndex(Index):
 
     def end_move(self, move: Move, checksums: Sequence[int] | None) -> bool:
         """End a move; what is readable by it is written down."""
-        own = move.put_id.startswith(f"{OWN_SESSION}-")
+        own = move.put_id.startswith(OWN_PUTS)
         self.moves.discard(move)
         stored = super().end_move(move, checksums)
         header = move.entry.header
