@@ -3,7 +3,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 export KVASS_PORT ?= 8000
-SEEDS ?= 4000
+SEEDS ?= 10000
 # Other ones each time: it prints them, and a failure names its own.
 SEEDS_FROM ?= $(shell date +%s)
 
