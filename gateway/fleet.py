@@ -49,7 +49,7 @@ class Store(Protocol):
     """What the gateway needs of `kvstore.client.StoreClient`."""
 
     async def lookup(
-        self, chain: Chain, ranges: Iterable[Range], *, deadline_s: float
+        self, chain: Chain, ranges: Iterable[Range], *, deadline_s: float, stage_s: float = 0.0
     ) -> list[Range]: ...
 
     async def release_hold(self, owner: str) -> None: ...

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 
 import anyio
 import anyio.abc
@@ -41,36 +40,12 @@ from kvass.kvstore.observe import show_counts
 from kvass.kvstore.placement import StoreNode
 from kvass.kvstore.pulls import pull
 from kvass.kvstore.pushes import PutTerms, push
+from kvass.kvstore.results import ClaimResult, PushResult, WaitResult
 from kvass.kvstore.router import Router
 from kvass.kvstore.transfers import BlockMemory, BlockShape, Transfers
 
 COPY_THREADS = 2  # one part is hashed while the next one is copied out of its landing buffer
 WAIT_SLICE_S = 2.0  # how long one node is asked to wait before it must show that it lives
-
-
-@dataclass(frozen=True, slots=True)
-class WaitResult:
-    """Both empty: the deadline has passed."""
-
-    visible: list[Range]
-    unclaimed: list[Range]
-
-
-@dataclass(frozen=True, slots=True)
-class ClaimResult:
-    """`taken`: somebody else computes or writes these now."""
-
-    granted: list[Range]
-    visible: list[Range]
-    taken: list[Range]
-
-
-@dataclass(frozen=True, slots=True)
-class PushResult:
-    """`stored`: committed now, or visible already. `refused`, with one of `observe.REFUSALS`."""
-
-    stored: set[int]
-    refused: dict[int, str]
 
 
 class StoreClient:
@@ -117,18 +92,29 @@ class StoreClient:
     # --- where blocks are ---
 
     async def lookup(
-        self, chain: Chain, ranges: Iterable[Range], *, deadline_s: float
+        self, chain: Chain, ranges: Iterable[Range], *, deadline_s: float, stage_s: float = 0.0
     ) -> list[Range]:
-        """Return which of these blocks are in the store now. Protects nothing."""
+        """Return which of these blocks are in the store now. Protects nothing. With `stage_s`, the
+        time in which they will be pulled, those that only flash has are brought up meanwhile."""
 
         async def ask(link: NodeLink, indices: list[int], left_s: float) -> set[int]:
             spans = tuple(m.spans_of(chain, ranges_of(indices)))
             reply = await link.call(m.Lookup(spans=spans), deadline_s=left_s)
             self._router.note_hot(reply.hot)
+            if stage_s and reply.on_flash:
+                spans = tuple(m.spans_of(chain, reply.on_flash))
+                self._router.tell_later(link, m.Stage(spans=spans, deadline_s=stage_s))
             return _flat(reply.visible)
 
         found = await self._router.everywhere(chain, _flat(ranges), ask, deadline_s)
         return ranges_of(sorted(found))
+
+    def stage(self, chain: Chain, ranges: Iterable[Range], *, deadline_s: float) -> None:
+        """Let these blocks be brought from flash into memory, for a pull that comes within
+        `deadline_s`: a hint that nobody waits for, and that does not always help."""
+        for link, indices in self._router.plan(chain, _flat(ranges), set()).items():
+            spans = tuple(m.spans_of(chain, ranges_of(indices)))
+            self._router.tell_later(link, m.Stage(spans=spans, deadline_s=deadline_s))
 
     async def wait(
         self, chain: Chain, ranges: Iterable[Range], *, until: m.Until, deadline_s: float

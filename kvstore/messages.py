@@ -85,7 +85,8 @@ class Attach(Request[Attached], frozen=True, tag="attach"):
 
 
 class Blocks(Message, frozen=True, tag="blocks"):
-    """Ranges of the asked blocks: those that are readable (or, of `pin`, pinned).
+    """Ranges of the asked blocks: those that are readable (or, of `pin`, pinned). `on_flash`: of
+    them, those that only flash has, which a `stage` brings up.
 
     `hot` names segments that are read so much that their readers shall spread: over how many of
     the segment's nodes, in order.
@@ -93,12 +94,22 @@ class Blocks(Message, frozen=True, tag="blocks"):
 
     visible: Ranges
     hot: Annotated[tuple[Hot, ...], Meta(max_length=SPANS_MAX)] = ()
+    on_flash: Ranges = ()
 
 
 class Lookup(Request[Blocks], frozen=True, tag="lookup"):
     """Which of these blocks are readable? Protects nothing."""
 
     spans: Spans
+
+
+class Stage(Request[Done], frozen=True, tag="stage"):
+    """Bring those of these blocks into memory that only flash has: they will be asked for within
+    `deadline_s`. A hint: it is answered at once, and what exceeds a part of the memory is not
+    brought."""
+
+    spans: Spans
+    deadline_s: Seconds
 
 
 class Claimed(Message, frozen=True, tag="claimed"):

@@ -108,6 +108,7 @@ class Node:
         return {
             m.Attach: self._attach,
             m.Lookup: self._lookup,
+            m.Stage: self._stage,
             m.Claim: self._claim,
             m.ReleaseClaims: self._release_claims,
             m.Wait: self._wait,
@@ -218,9 +219,16 @@ class Node:
         below = self._below([key for i, key in keys.items() if i not in here])
         if self._tiers is not None:
             self._tiers.counts["hits"] += len(below)
-        here |= {i for i, key in keys.items() if key in below}
-        visible = ranges(here)
-        return m.Blocks(visible=visible, hot=self._hot(spans))
+        on_flash = {i for i, key in keys.items() if key in below}
+        return m.Blocks(
+            visible=ranges(here | on_flash), hot=self._hot(spans), on_flash=ranges(on_flash)
+        )
+
+    async def _stage(self, call: Call) -> Done:
+        request = request_of(call, m.Stage)
+        if self._tiers is not None:
+            self._tiers.stage(list(m.named(request.spans).values()), request.deadline_s)
+        return Done()
 
     def _below(self, keys: Sequence[bytes]) -> set[bytes]:
         """Return those of `keys` that the second tier has: a get brings them up."""

@@ -79,8 +79,9 @@ class Rises:
             for end in ends.values():
                 await end.wait()
 
-    def start(self, places: dict[bytes, int]) -> None:
-        """Bring blocks up in the background, those that fit the bounds."""
+    def start(self, places: dict[bytes, int], within_s: float = LIFT_S) -> None:
+        """Bring blocks up in the background, those that fit the bounds, and whose turn comes within
+        the time."""
         part: dict[bytes, int] = {}
         size = 0
         for key, place in places.items():
@@ -92,20 +93,22 @@ class Rises:
             part[key] = place
             size += pages_in(place) * PAGE
             if size >= PART_BYTES:
-                self._start(part, size)
+                self._start(part, size, within_s)
                 part, size = {}, 0
         if part:
-            self._start(part, size)
+            self._start(part, size, within_s)
 
-    def _start(self, part: dict[bytes, int], size: int) -> None:
+    def _start(self, part: dict[bytes, int], size: int, within_s: float) -> None:
         end = anyio.Event()
         self._rising.update(dict.fromkeys(part, end))
-        self._tasks.start_soon(self._lift, part, size, end)
+        self._tasks.start_soon(self._lift, part, size, min(within_s, LIFT_S), end)
 
-    async def _lift(self, part: dict[bytes, int], size: int, end: anyio.Event) -> None:
+    async def _lift(
+        self, part: dict[bytes, int], size: int, within_s: float, end: anyio.Event
+    ) -> None:
         number = next(self._numbers)
         try:
-            with anyio.move_on_after(LIFT_S) as waiting:
+            with anyio.move_on_after(within_s) as waiting:
                 while self._begun_s and self._flight_bytes + size > FLIGHT_BYTES:
                     await self._room.wait()
             if waiting.cancelled_caught:

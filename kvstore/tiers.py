@@ -43,8 +43,8 @@ READ_FAULTS_MAX = 8  # in a row of looks; more is a broken disk, not a broken pa
 
 
 class Tiers:
-    """Mutable fields: `_waiting` (keys that are to go down, oldest first), `_aside_until_s`,
-    `_read_faults` (seen at the last look), `counts`.
+    """Mutable fields: `_waiting` (keys that are to go down, oldest first), `_sinking` (blocks that
+    are being written), `_aside_until_s`, `_read_faults` (seen at the last look), `counts`.
 
     `writer` runs one call of the log at a time, `readers` as many reads as the disk wants in
     flight."""
@@ -64,6 +64,7 @@ class Tiers:
         self._writer = writer
         self._rises = Rises(state, slab, log.catalog, readers, tasks)
         self._waiting: dict[bytes, None] = {}
+        self._sinking = 0
         self._aside_until_s = -1.0
         self._read_faults = 0
         self.counts: Counter[str] = Counter()
@@ -89,6 +90,8 @@ class Tiers:
         """Write down what is worth it, until cancelled."""
         while True:
             await anyio.sleep(TICK_S)
+            if self._state.index.draining:  # what is here goes to others, from memory
+                self._waiting.clear()
             extents = self._state.index.ledger.extents
             while self._waiting and extents.free_bytes < extents.total * (1 - FULL_SHARE):
                 await self.sink()
@@ -100,6 +103,7 @@ class Tiers:
             return
         ledger = self._state.index.ledger
         blocks = [(entry.header, self._bytes_of(entry)) for entry in entries]
+        self._sinking += len(entries)
         try:
             await self._writer.run(lambda: self._write(blocks))
             self.counts["sunk"] += len(entries)
@@ -107,6 +111,7 @@ class Tiers:
             self.counts["refused"] += len(entries)
             self._step_aside(error)
         finally:
+            self._sinking -= len(entries)
             for _, view in blocks:
                 view.release()
             for entry in entries:
@@ -149,8 +154,9 @@ class Tiers:
             await self._rises.rise(places, limit_s)
             self._look_at_faults()
 
-    def stage(self, keys: Sequence[bytes]) -> None:
-        """Begin to bring blocks up, as many as a part of the memory holds: a hint."""
+    def stage(self, keys: Sequence[bytes], within_s: float) -> None:
+        """Begin to bring blocks up, as many as a part of the memory holds; those whose turn does
+        not come within the time are not brought."""
         places = self._wanted(keys)
         room = int(self._state.index.ledger.extents.total * STAGE_SHARE)
         ahead: dict[bytes, int] = {}
@@ -160,7 +166,7 @@ class Tiers:
                 break
             ahead[key] = place
         self.counts["staged"] += len(ahead)
-        self._rises.start(ahead)
+        self._rises.start(ahead, within_s)
 
     def _wanted(self, keys: Sequence[bytes]) -> dict[bytes, int]:
         """Return where those are that only flash has, and count them as used."""
@@ -246,7 +252,7 @@ class Tiers:
             "flash_used_bytes": sum(each.head.size for each in segments),
             "flash_blocks": len(catalog),
             "flash_index_bytes": catalog.index_bytes,
-            "flash_waiting_blocks": len(self._waiting),
+            "flash_waiting_blocks": len(self._waiting) + self._sinking,
             "flash_rising_blocks": len(self._rises),
             "flash_off": int(self._is_aside()),
             **{f"flash_{name}": catalog.counts[name] for name in (*names, "freed_files")},

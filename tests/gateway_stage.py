@@ -190,7 +190,7 @@ class ScriptedStore:
         self.error: errors.KvassError | None = None
 
     async def lookup(
-        self, chain: Chain, ranges: Iterable[Range], *, deadline_s: float
+        self, chain: Chain, ranges: Iterable[Range], *, deadline_s: float, stage_s: float = 0.0
     ) -> list[Range]:
         self.lookups.append(chain)
         if self.error is not None:

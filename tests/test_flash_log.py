@@ -33,6 +33,7 @@ from kvass.kvstore.flash.records import DropOrder, record_head
 from kvass.kvstore.flash.segment import name_of
 
 NUMBERS = st.integers(0, 30)
+DEATHS, SOAKED = 20, 1000  # writes of a history; examples from which on it is a soak
 PUTS = st.tuples(st.just("put"), st.lists(NUMBERS, min_size=1, max_size=6))
 OTHERS = st.one_of(
     st.tuples(st.just("sync"), st.none()),
@@ -124,7 +125,6 @@ def check_erased(disk: MemoryDisk, possible: set[int]) -> None:
     lives=st.lists(st.tuples(STEPS, st.integers(0, 400_000), st.booleans()), max_size=4),
     seed=st.integers(0, 1 << 30),
 )
-@settings(max_examples=150)
 def test_after_any_death(
     lives: list[tuple[list[tuple[str, object]], int, bool]], seed: int
 ) -> None:
@@ -153,7 +153,6 @@ def test_after_any_death(
 
 
 @given(at=st.integers(0, 140_000), seed=st.integers(0, 1000), power_goes=st.booleans())
-@settings(max_examples=60)
 def test_a_drop_that_was_cut_off_is_finished_by_the_next_start(
     at: int, seed: int, power_goes: bool
 ) -> None:
@@ -303,12 +302,17 @@ def history(log: FlashLog, model: Model) -> None:
 
 @pytest.mark.parametrize("lasts", [0.0, 0.5, 1.0])
 def test_death_before_in_and_after_every_write_of_a_history(lasts: float) -> None:
-    """`lasts`: which part of each unsynced write the power cut leaves."""
+    """`lasts`: which part of each unsynced write the power cut leaves. The soak dies at each write,
+    `make test` at some of them."""
+    chance = random.Random(lasts)
     ends: list[int] = []
     disk = MemoryDisk()
     disk.refuses = lambda what, name: ends.append(disk.written)
     history(open_log(disk), Model())
-    for end in sorted(set(ends)):
+    deaths = sorted(set(ends))
+    if settings.default is None or settings.default.max_examples < SOAKED:
+        deaths = chance.sample(deaths, DEATHS)
+    for end in deaths:
         for budget in (end, end + 3000):
             disk, model = MemoryDisk(), Model()
             disk.budget, disk.refuses = budget, model.see

@@ -228,7 +228,7 @@ async def test_what_is_staged_is_there_before_it_is_asked_for(tasks: anyio.abc.T
     stage = await filled(MemoryDisk(), tasks)
     for number in range(6):
         stage.evict(number)
-    stage.tiers.stage([key_of(number) for number in range(6)])
+    stage.tiers.stage([key_of(number) for number in range(6)], within_s=1.0)
     await anyio.wait_all_tasks_blocked()
     there = [number for number in range(6) if stage.read(number)]
     assert there == [0, 1], "in order, as much as an eighth of the memory holds"

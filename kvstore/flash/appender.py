@@ -15,7 +15,7 @@ from kvass.kvstore.flash.disk import PAGE, DiskFile, page_memory
 
 # Large beside what a write costs besides its bytes, small beside a segment.
 BUFFER_BYTES = 4 << 20
-DEPTH = 2  # writes in flight: one alone leaves the disk idle between two
+DEPTH = 4  # writes in flight: one alone leaves the disk idle between two
 
 
 class InlineFutures(Executor):

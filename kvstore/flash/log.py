@@ -15,11 +15,13 @@ Unavailable to who writes, and a miss to who reads.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -29,8 +31,8 @@ from kvass.common.errors import Invalid, Unavailable
 from kvass.kvstore.flash import records, recovery, table
 from kvass.kvstore.flash.appender import BUFFER_BYTES, Appender
 from kvass.kvstore.flash.catalog import Catalog, places_of
-from kvass.kvstore.flash.disk import PAGE, Disk, page_memory
-from kvass.kvstore.flash.records import DropOrder, FileIndex
+from kvass.kvstore.flash.disk import PAGE, Disk, DiskFile, page_memory
+from kvass.kvstore.flash.records import DropOrder, FileHead, FileIndex
 from kvass.kvstore.flash.segment import Segment, name_of
 
 _log = logging.getLogger(__name__)
@@ -66,7 +68,8 @@ class LogSettings:
 
 class FlashLog:
     """Mutable fields: `catalog` (all files but `_current` are sealed, or given up after a fault),
-    `_current`, `_appender`, `_added` (records on their way to the file), `_next`."""
+    `_current`, `_appender`, `_added` (records on their way to the file), `_next`, `_sealing` (the
+    file before, while its index is being written), `_spare` (the next file, being made)."""
 
     def __init__(
         self,
@@ -80,7 +83,10 @@ class FlashLog:
         self._disk = disk
         self._settings = settings
         self._random_bytes = random_bytes
+        self._threads = threads
         self._appender = Appender(threads, settings.unsynced_bytes, settings.buffer_bytes)
+        self._sealing: tuple[Segment, Future[None]] | None = None
+        self._spare: Future[DiskFile] | None = None
         self._current: Segment | None = None
         self._added: list[tuple[bytes, int]] = []
         self._zeros = page_memory(1 << 20)
@@ -143,11 +149,11 @@ class FlashLog:
         self._end(self._appender.sync)
 
     def _end(self, write: Callable[[], None]) -> None:
-        if self._current is None:
-            return
         try:
-            write()
-            self._publish()
+            if self._current is not None:
+                write()
+                self._publish()
+            self._settle()
         except Unavailable as error:
             self._give_up(error)
             raise
@@ -156,6 +162,9 @@ class FlashLog:
         """Sync, and let go of the files."""
         try:
             self.sync()
+            if self._spare is not None:
+                self._take_spare().close()
+                self._disk.remove(name_of(self._next))
         except Unavailable as error:
             _log.error("%s: what was not synced may be lost", error)
         for segment in self.catalog.segments.values():
@@ -207,18 +216,43 @@ class FlashLog:
             segment, self._current = self._current, None
             self._appender.flush()
             self._publish()
-            segment.seal()
+            self._settle()
+            self._sealing = (segment, self._threads.submit(segment.seal))
         while self._is_full():  # a fault came between the last file and the room for this one
             self._free(self._victim())
+        file = self._take_spare()
         sequence, self._next = self._next, self._next + 1
         file_id = self._random_bytes(records.ID_BYTES)
-        segment = Segment.create(self._disk, sequence, self._settings.segment_bytes, file_id)
+        segment = Segment(file, FileHead(file_id, sequence, self._settings.segment_bytes))
         self.catalog.segments[sequence] = segment
         self._current = segment
         self._appender.start(segment.file)
         self._appender.add(records.file_head(segment.head))
         if self._is_full():
             self._clean(self._victim())
+        self._make_spare()
+
+    def _settle(self, segment: Segment | None = None) -> None:
+        """Wait until the file before (or `segment`, if it is that one) is sealed; raises Unavailable
+        when it could not be: then it stays as one given up."""
+        if self._sealing is not None and segment in (None, self._sealing[0]):
+            (_, sealing), self._sealing = self._sealing, None
+            sealing.result()
+
+    def _make_spare(self) -> None:
+        """Begin to make the next file, in the room that there is for it. Its zeros are no file
+        head: after a death it is removed."""
+        assert self._spare is None
+        make = partial(self._disk.create, name_of(self._next), self._settings.segment_bytes)
+        with contextlib.suppress(Unavailable):  # made at once, and failed: it is tried again
+            self._spare = self._threads.submit(make)
+
+    def _take_spare(self) -> DiskFile:
+        """Return the next file; raises Unavailable."""
+        spare, self._spare = self._spare, None
+        if spare is None:
+            return self._disk.create(name_of(self._next), self._settings.segment_bytes)
+        return spare.result()
 
     def _is_full(self) -> bool:
         """Say whether there is no room for another file."""
@@ -283,6 +317,7 @@ class FlashLog:
 
     def _index_of(self, segment: Segment) -> FileIndex:
         """Return a file's records, also when its index is damaged; raises Unavailable."""
+        self._settle(segment)
         try:
             return segment.index()
         except Unavailable as error:

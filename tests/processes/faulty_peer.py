@@ -26,7 +26,7 @@ from kvass.common import event_loop
 from kvass.common.config import Config, TransportConfig
 from kvass.common.executor import ThreadExecutor
 from kvass.common.rpc.server import listen
-from kvass.common.transport import nixl
+from kvass.common.transport import cma, nixl
 from kvass.common.transport.endpoints import Endpoints
 from kvass.common.transport.identity import Identity
 from kvass.common.transport.peer_process import PeerProcess, Vectors
@@ -145,8 +145,8 @@ def run_lying_node(pipe: Connection, config: Config) -> None:
 
 @contextmanager
 def late_threads(pause: Callable[[], None]) -> Iterator[None]:
-    """Let this process's threads pause before they copy: one of those that share a read, and each
-    that runs an executor's work."""
+    """Let this process's threads pause before they copy: one that reads, and each that runs an
+    executor's work. All reads are a thread's: in the event loop none could be late."""
     read, run = PeerProcess.read, ThreadExecutor.run
 
     def late_read(self: PeerProcess, vectors: Vectors, first: int, stop: int) -> None:
@@ -162,6 +162,7 @@ def late_threads(pause: Callable[[], None]) -> Iterator[None]:
         return await run(self, late)
 
     with (
+        mock.patch.object(cma, "LOOP_BYTES", 0),
         mock.patch.object(PeerProcess, "read", late_read),
         mock.patch.object(ThreadExecutor, "run", late_run),
     ):
@@ -192,7 +193,7 @@ def run_late_node(pipe: Connection, config: Config) -> None:
 def run_node_at(pipe: Connection, config: Config, port: int) -> None:
     """A store node at a port that is named: where another one was before."""
 
-    async def listen_there(host: str) -> tuple[Any, str]:
+    async def listen_there(host: str, _port: int) -> tuple[Any, str]:
         return await listen(host, port)
 
     async def main() -> None:

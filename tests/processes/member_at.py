@@ -14,7 +14,7 @@ from kvass.launch import cli
 if __name__ == "__main__":
     port, listen = int(sys.argv.pop(1)), server.listen
 
-    async def listen_there(host: str) -> tuple[Any, str]:
+    async def listen_there(host: str, _port: int = 0) -> tuple[Any, str]:
         return await listen(host, port)
 
     # Before any role is imported, so that all of them take this one.

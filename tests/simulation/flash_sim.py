@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import anyio
-import anyio.lowlevel
 
 from kvass.kvstore.flash.appender import InlineFutures
 from kvass.kvstore.flash.disk import PAGE
@@ -28,20 +27,22 @@ SETTINGS = LogSettings(
 class _OfLife:
     """Runs a node's blocking work, of which a dead node does none any more."""
 
-    def __init__(self, node: SimNode) -> None:
+    def __init__(self, node: SimNode, time_s: float = 0.0) -> None:
         self._node = node
+        self._time_s = time_s
 
     async def run(self, function: Callable[[], T]) -> T:
-        await anyio.lowlevel.checkpoint()
+        await anyio.sleep(self._time_s)
         if not self._node.alive:
             await anyio.sleep_forever()
         return function()
 
 
-def give_flash(node: SimNode, disk: MemoryDisk, seed: int) -> FlashLog:
-    """Let a node that has just been added use a disk, and what is on it; before it runs."""
+def give_flash(node: SimNode, disk: MemoryDisk, seed: int, *, read_s: float = 0.0) -> FlashLog:
+    """Let a node that has just been added use a disk, and what is on it; before it runs. Each read
+    takes `read_s`."""
     log = FlashLog(disk, SETTINGS, InlineFutures(), random.Random(seed).randbytes)
-    node.node.add_flash(log, _OfLife(node), _OfLife(node))
+    node.node.add_flash(log, _OfLife(node), _OfLife(node, read_s))
     return log
 
 

@@ -12,8 +12,10 @@ import anyio
 import anyio.abc
 
 from disturbance import Disturbance
+from flash_sim import give_flash, lose_power
 from kvass.common.membership import ROLES, Load, NodeTable, Peer, Role
 from kvass.kvstore.client import StoreClient
+from kvass.kvstore.flash.memory_disk import MemoryDisk
 from kvass.kvstore.placement import StoreNode
 from lives import Life, live
 from probe import NAME, Prober
@@ -43,7 +45,8 @@ class View:
 
 class Members:
     """Store nodes and workers. Mutable fields: `lives` (the present start of each worker, by member
-    id), `gateway_stores` (the gateway's clients of the store), `view`, `history`, `prober`."""
+    id), `gateway_stores` (the gateway's clients of the store), `view`, `history`, `prober`, `disks`
+    (of store nodes, by member id), `_starting` (one of them reads its disk)."""
 
     def __init__(
         self,
@@ -56,6 +59,9 @@ class Members:
         self.tasks = tasks
         self.rng = random.Random(f"news {scenario.seed}")
         self.lives: dict[str, Life] = {}
+        self.disks: dict[str, MemoryDisk] = {}
+        self._luck = random.Random(f"disks {scenario.seed}")
+        self._starting = False
         self.gateway_stores: list[StoreClient] = []
         self.view = View()
         self.view.table.link_up(-1e3)  # long ago: silence counts from the beginning
@@ -88,7 +94,7 @@ class Members:
         self.tasks.start_soon(self._loads)
 
     def start_store(self, member: Member) -> None:
-        """Start a store node, or start it anew: it has nothing of what it had."""
+        """Start a store node, or start it anew: of what it had it has what is on its disk."""
         node = self.sim.add_node(
             member.member_id,
             blocks=member.size,
@@ -100,6 +106,27 @@ class Members:
         )
         assert isinstance(node.index, WatchedIndex)
         node.index.slab = node.slab
+        if self.scenario.flash:
+            self._give_flash(node)
+
+    def _give_flash(self, node: SimNode) -> None:
+        """A new disk, or the one that its last life left: killed, or without power."""
+        disk = self.disks.get(node.member_id)
+        if disk is None:
+            disk = self.disks[node.member_id] = MemoryDisk()
+            worn = self._luck.random() < 0.2
+            disk.refuses = lambda what, name: self._refuse(disk, what) if worn else None
+        elif self._luck.random() < 0.5:
+            lose_power(disk, self._luck)
+        self._starting = True
+        give_flash(node, disk, self._luck.randrange(1 << 30))
+        self._starting = False
+
+    def _refuse(self, disk: MemoryDisk, what: str) -> str | None:
+        """Fail one operation in twenty, but none of a start: that would only be a node without."""
+        if self._starting or self._luck.random() > 0.05:
+            return None
+        return "Input/output error" if what in ("read", "sync") else "No space left on device"
 
     async def start_worker(self, member: Member) -> None:
         """Start a worker, and let the gateway hear of it."""

@@ -165,7 +165,10 @@ class Mishaps:
             self._record.count("erased everywhere", whole)
 
     def _known(self) -> set[str] | None:
-        """Return the start ids of all nodes, if the operator knows all of them."""
+        """Return the start ids of all nodes, if the operator knows all of them, and none is away
+        that has blocks on its disk."""
+        if any(self._members.disks and not node.alive for node in self._sim.nodes.values()):
+            return None
         alive = {node.member_id: node for node in self._sim.nodes.values() if node.alive}
         known = {link.node.member_id for link in self._store._router.links()}
         starts = {node.identity.start_id for node in alive.values()}

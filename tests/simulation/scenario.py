@@ -75,7 +75,8 @@ class Mishap:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """`answers_due`: the decode workers stay well enough that no request may end in an error."""
+    """`answers_due`: the decode workers stay well enough that no request may end in an error.
+    `flash`: store nodes have a second tier, whose disk outlives them."""
 
     seed: int
     window: int
@@ -90,6 +91,7 @@ class Scenario:
     mishaps: tuple[Mishap, ...]
     weather: Weather
     answers_due: bool
+    flash: bool
 
 
 def draw(seed: int) -> Scenario:
@@ -122,6 +124,7 @@ def draw(seed: int) -> Scenario:
         mishaps=mishaps,
         weather="rough" if level in ("rough", "all") else "calm",
         answers_due=any(each.member_id not in hurt for each in decodes),
+        flash=random.Random(f"flash {seed}").random() < 0.4,
     )
 
 

@@ -43,6 +43,7 @@ def store_examples(node: SimNode, worker: Worker) -> list[dict[str, Any]]:
     messages: tuple[wire.Message, ...] = (
         m.Attach(endpoints.card()),
         m.Lookup(there),
+        m.Stage(there, 1.0),
         m.Claim("owner", spans),
         begin,
         m.PutCommit("put", keys, indices, addresses, (1,) * BLOCKS, 2.0),

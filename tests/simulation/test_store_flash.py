@@ -32,9 +32,16 @@ def way(request: pytest.FixtureRequest) -> Setting:
     return setting
 
 
-def start(sim: Cluster, disk: MemoryDisk, setting: Setting = "auto", **more: int) -> SimNode:
-    node = sim.add_node("store-0", setting=setting, **{"blocks": SMALL, **more})
-    give_flash(node, disk, seed=len(disk.files))
+def start(
+    sim: Cluster,
+    disk: MemoryDisk,
+    setting: Setting = "auto",
+    *,
+    blocks: int = SMALL,
+    read_s: float = 0.0,
+) -> SimNode:
+    node = sim.add_node("store-0", setting=setting, blocks=blocks)
+    give_flash(node, disk, seed=len(disk.files), read_s=read_s)
     return node
 
 
@@ -59,6 +66,30 @@ async def test_a_working_set_larger_than_memory_is_served(way: Setting) -> None:
         counts = await at_rest(sim)
         assert counts["evictions"] and counts["flash_hits"] and counts["flash_risen"]
         assert counts["misses"] == 0
+
+
+@pytest.mark.parametrize("by", ["nobody", "stage", "lookup"])
+async def test_what_is_staged_is_pulled_without_waiting_for_the_disk(by: str, way: Setting) -> None:
+    async with cluster() as sim:
+        disk = MemoryDisk()
+        node = start(sim, disk, way)
+        worker = sim.add_worker(setting=way)
+        await fill(worker, node)
+        sim.kill_node("store-0")
+        await anyio.sleep(2)
+        node = start(sim, disk, way, blocks=128, read_s=0.05)
+        chain, ranges = chain_of(BLOCKS, seed=1), [(0, 3)]
+        stage_s = 1.0 if by == "lookup" else 0.0
+        found = await worker.store.lookup(chain, ranges, deadline_s=1, stage_s=stage_s)
+        assert found == ranges
+        if by == "stage":
+            worker.store.stage(chain, ranges, deadline_s=1.0)
+        await anyio.sleep(0.7)
+        begun_s = anyio.current_time()
+        assert await pull(worker, chain, range(3)) == {0, 1, 2}
+        waited_s = anyio.current_time() - begun_s
+        assert waited_s >= 0.05 if by == "nobody" else waited_s < 0.05
+        assert node.node.counts()["flash_staged"] == (0 if by == "nobody" else 3)
 
 
 async def test_after_a_power_cut_what_was_synced_is_served() -> None:

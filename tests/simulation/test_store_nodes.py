@@ -8,8 +8,8 @@ import trio.testing
 
 from kvass.common.errors import Unavailable
 from kvass.kvstore import messages as m
-from kvass.kvstore.client import ClaimResult
 from kvass.kvstore.placement import Placement, StoreNode
+from kvass.kvstore.results import ClaimResult
 from store_sim import LAYOUT, at_rest, chain_of, cluster, pull, push
 
 pytestmark = pytest.mark.anyio

@@ -7,7 +7,7 @@ import pytest
 import trio.testing
 
 from kvass.common.transport.route import Setting
-from kvass.kvstore.client import WaitResult
+from kvass.kvstore.results import WaitResult
 from store_sim import LAYOUT, TP_LAYOUT, Worker, at_rest, chain_of, cluster, pull, push
 
 pytestmark = pytest.mark.anyio

@@ -5,7 +5,7 @@ Each check raises AssertionError with what was wrong; a run that passes them all
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +16,8 @@ from kvass.common.wire import Delta
 from kvass.gateway.ask import Ask
 from kvass.gateway.fleet import Fleet
 from kvass.gateway.replies import Usage
+from kvass.kvstore.flash.disk import PAGE, page_memory
+from kvass.kvstore.flash.table import pages_in
 from lives import Life
 from store_sim import LAYOUT, Cluster, SimNode, chain_from
 
@@ -154,12 +156,29 @@ def check_bytes(
                 stored = node.slab.view[entry.slot.offset :][: LAYOUT.block_size]
                 assert bytes(stored) == right[key], f"{node.member_id} has wrong bytes for a block"
                 looked += 1
+        for key, below in _on_flash(node) if node.alive else ():
+            assert below in (None, right[key]), f"{node.member_id} has wrong bytes on flash"
+            looked += 1
     for life in lives:
         for slot, named in life.pool._names.items():
             found = life.worker.memory.array[slot].tobytes()
             assert found == right[named.key], f"{life.member_id} has wrong bytes for a block"
             looked += 1
     return looked
+
+
+def _on_flash(node: SimNode) -> Iterator[tuple[bytes, bytes | None]]:
+    """Read every block that a node has on flash, as it does for a get."""
+    if node.node._tiers is None:
+        return
+    log = node.node._tiers._log
+    for sequence in log.sequences():
+        keys = log.keys_in(sequence)
+        for key, place in zip(keys, log.catalog.find(keys), strict=True):
+            fetched = log.catalog.read(key, place, page_memory(pages_in(place) * PAGE))
+            target = bytearray(LAYOUT.block_size)
+            right = fetched is not None and fetched.copy_to(memoryview(target))
+            yield key, bytes(target) if right else None
 
 
 def _contents(requests: Iterable[Request]) -> dict[bytes, bytes]:

@@ -46,6 +46,7 @@ CALM_REST_S = 4.0  # then nothing may be in use, where nothing went wrong
 COUNTED = (
     *("evictions", "put_corrupt", "leases_lost", "get_suspect", "corrupt", "dropped"),
     *("filled", "fill_failed", "copies_untold", "hot_segments"),
+    *("flash_sunk", "flash_hits", "flash_risen", "flash_staged", "flash_refused", "flash_corrupt"),
 )
 # Leases, landing memory that is rebuilt, a put's deadline and a shunned node's return.
 REST_S = 25.0
@@ -174,7 +175,7 @@ class Whole:
         for node in self.members.sim.nodes.values():
             counts = node.node.counts()
             for kind in COUNTED:
-                self.record.count(kind, counts[kind])
+                self.record.count(kind, counts.get(kind, 0))
         resumed = self.fleet.metrics.resumed.collect()
         self.record.count("resumed", int(sum(each.samples[0].value for each in resumed)))
 

@@ -1,0 +1,211 @@
+"""A store node with a flash folder, as a process: killed at any moment, on disks that fail.
+
+KVASS_KILLS=500 pytest -s tests/processes/test_flash_processes.py -k kill     soaks
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvass.common.errors import Unavailable
+from kvass.kvstore.client import StoreClient
+from store_alone import NodeProcess, node
+from store_peer import LAYOUT, pull, push, worker
+from store_rest import at_rest, counts_of, until
+from store_sim import SlotArray, chain_of, content
+
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
+BLOCKS = 16
+CHAINS = 6  # of a slab of 109 blocks: more than half of it, so that they go down
+KILLS = int(os.environ.get("KVASS_KILLS", "6"))
+KEPT = 24  # chains on flash, a third of what it holds: nothing that is looked for was freed
+PACE_S = 0.02
+
+
+@contextmanager
+def flash_node(folder: Path) -> Iterator[NodeProcess]:
+    with node(
+        "--standalone", "--id", "store-0", "--slab-bytes", "20MiB",
+        "--set", f'store.flash_dir="{folder}"', "--set", "store.flash_bytes=268435456",
+        "--set", "store.flash_segment_bytes=8388608",
+    ) as found:  # fmt: skip
+        yield found
+
+
+@asynccontextmanager
+async def client(process: NodeProcess) -> AsyncIterator[tuple[StoreClient, SlotArray]]:
+    async with worker("cma", process.address, BLOCKS, "self") as opened:
+        yield opened
+
+
+async def put(store: StoreClient, memory: SlotArray, seed: int) -> None:
+    """Put a chain and ask for it: from then on it is worth a place on flash."""
+    assert await push(store, memory, seed, BLOCKS) == set(range(BLOCKS))
+    chain = chain_of(BLOCKS, seed=seed, layout=LAYOUT)
+    assert await store.lookup(chain, [(0, BLOCKS)], deadline_s=3) == [(0, BLOCKS)]
+
+
+async def has_on_flash(store: StoreClient, blocks: int) -> None:
+    async def there() -> bool:
+        return (await counts_of(store))["flash_blocks"] == blocks
+
+    await until(there)
+
+
+async def fill(process: NodeProcess) -> None:
+    async with client(process) as (store, memory):
+        for seed in range(CHAINS):
+            await put(store, memory, seed)
+        await has_on_flash(store, CHAINS * BLOCKS)
+        process.process.send_signal(signal.SIGKILL)
+
+
+def flip(folder: Path, wanted: NDArray[np.uint8]) -> None:
+    """Change one bit of a block, wherever it is."""
+    for path in folder.glob("*/segment-*"):
+        at = path.read_bytes().find(wanted[:256].tobytes())
+        if at >= 0:
+            with path.open("r+b") as file:
+                file.seek(at + 1000)
+                file.write(bytes([wanted[1000] ^ 4]))
+            return
+    raise AssertionError("no file has the block")
+
+
+async def test_a_flipped_bit_is_one_miss(tmp_path: Path) -> None:
+    with flash_node(tmp_path) as first:
+        await fill(first)
+    flip(tmp_path, content(chain_of(BLOCKS, seed=3, layout=LAYOUT).keys[5], LAYOUT.block_size))
+    with flash_node(tmp_path) as second:
+        async with client(second) as (store, memory):
+            assert (await counts_of(store))["flash_blocks"] == CHAINS * BLOCKS
+            for seed in range(CHAINS):
+                lost = {5} if seed == 3 else set()
+                assert await pull(store, memory, seed, BLOCKS) == set(range(BLOCKS)) - lost
+            counts = await at_rest(store)
+            assert counts["flash_corrupt"] == 1 and counts["flash_blocks"] == CHAINS * BLOCKS - 1
+        second.until("is corrupt; it is not found any more")
+
+
+async def test_a_folder_that_cannot_be_used_is_said_and_memory_serves(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with flash_node(tmp_path / "file" / "flash") as process:
+        async with client(process) as (store, memory):
+            await put(store, memory, 1)
+            assert await pull(store, memory, 1, BLOCKS) == set(range(BLOCKS))
+            assert (await counts_of(store))["flash_off"] == 1
+            with pytest.raises(Unavailable, match=r"store-0: flash: cannot use .* Not a"):
+                await store.drop(tenant="")
+            assert await pull(store, memory, 1, BLOCKS) == set()
+        process.until("cannot use .*file/flash.*: Not a directory: the node runs without flash")
+        assert process.said.count("ERROR") == 1
+
+
+async def test_a_disk_that_becomes_full_is_said_once_and_memory_serves(tmp_path: Path) -> None:
+    with flash_node(tmp_path) as process:
+        async with client(process) as (store, memory):
+            resource.prlimit(process.process.pid, resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+            for seed in range(2 * CHAINS):  # more than memory holds: it is evicted from
+                await put(store, memory, seed)
+
+            async def refused() -> bool:
+                counts = await counts_of(store)
+                return bool(counts["flash_refused"]) and not counts["flash_waiting_blocks"]
+
+            await until(refused)
+            last = 2 * CHAINS - 1
+            assert await pull(store, memory, last, BLOCKS) == set(range(BLOCKS))
+            counts = await at_rest(store)
+            assert counts["flash_off"] == 1 and counts["flash_blocks"] == 0
+        process.until("cannot create segment-.*: File too large: the flash tier steps aside")
+        assert process.said.count("steps aside") == 1
+
+
+@dataclass
+class Known:
+    """What must be there and what must not be, over all lives. Mutable fields: seeds of chains."""
+
+    sure: list[int] = field(default_factory=list)  # on flash, whole
+    doubtful: list[int] = field(default_factory=list)  # in whatever state death found them
+    erased: list[int] = field(default_factory=list)  # for good
+    next: int = 0
+
+    async def check(self, store: StoreClient, memory: SlotArray) -> None:
+        """`pull` asserts that every byte is right."""
+        for seed in self.sure:
+            assert await pull(store, memory, seed, BLOCKS) == set(range(BLOCKS)), f"{seed} is lost"
+        for seed in self.doubtful:
+            await pull(store, memory, seed, BLOCKS)
+        for seed in self.erased[-KEPT:]:
+            assert await pull(store, memory, seed, BLOCKS) == set(), f"{seed} came back"
+        counts = {name: int(n) for name, n in (await at_rest(store)).items() if name != "id"}
+        states = ("writing", "visible", "retired", "quarantined")
+        used = sum(counts[f"{state}_bytes"] for state in states)
+        assert counts["free_bytes"] + used == counts["total_bytes"]
+        assert counts["corrupt"] == counts["flash_corrupt"] == counts["flash_freed_files"] == 0
+
+    async def work(self, store: StoreClient, memory: SlotArray, rng: random.Random) -> None:
+        """Put, ask, read and erase, until the node dies."""
+        while True:
+            seed, self.next = self.next, self.next + 1
+            self.doubtful.append(seed)
+            await push(store, memory, seed, BLOCKS)
+            chain = chain_of(BLOCKS, seed=seed, layout=LAYOUT)
+            await store.lookup(chain, [(0, BLOCKS)], deadline_s=1)
+            if self.sure and rng.random() < 0.5:
+                await pull(store, memory, rng.choice(self.sure), BLOCKS)
+            if len(self.sure) + len(self.doubtful) > KEPT:
+                await self.erase(store, (self.doubtful[:-1] or self.sure)[0])
+            await anyio.sleep(PACE_S * rng.random())
+
+    async def erase(self, store: StoreClient, seed: int) -> None:
+        of = self.sure if seed in self.sure else self.doubtful
+        of.remove(seed)
+        self.doubtful.insert(0, seed)  # until it is done
+        try:
+            await store.drop(keys=chain_of(BLOCKS, seed=seed, layout=LAYOUT).keys, deadline_s=3)
+        except Unavailable:
+            return
+        self.doubtful.remove(seed)
+        self.erased.append(seed)
+
+    async def settle(self, store: StoreClient, memory: SlotArray) -> None:
+        """Put chains, and wait until they are on flash."""
+        before = int((await counts_of(store))["flash_blocks"])
+        fresh = range(self.next, self.next + CHAINS)
+        self.next += CHAINS
+        for seed in fresh:
+            await put(store, memory, seed)
+        await has_on_flash(store, before + CHAINS * BLOCKS)
+        self.sure += fresh
+
+
+async def test_kills_at_random_moments_under_load(tmp_path: Path) -> None:
+    rng, known = random.Random(7), Known()
+    for number in range(KILLS + 1):
+        with flash_node(tmp_path) as process:
+            async with client(process) as (store, memory):
+                await known.check(store, memory)
+                if number % 2 == 0:
+                    await known.settle(store, memory)
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(known.work, store, memory, rng)
+                    await anyio.sleep(0.6 * rng.random())
+                    process.process.send_signal(signal.SIGKILL)
+                    process.process.wait()
+                    tasks.cancel_scope.cancel()
+        if number % 20 == 19:
+            print(f"{number + 1} kills: {known.next} chains, {len(known.erased)} erased")
+    assert known.sure and known.erased
