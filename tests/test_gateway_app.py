@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from gateway_stage import ANSWER, ScriptedWorker, until
-from kvass.common import config
+from kvass.common import config, secret
 from kvass.common.errors import Invalid
 from kvass.common.member import Member
 from kvass.common.model.identity import worker_fields
@@ -25,6 +25,7 @@ from kvass.common.model.spec import load_spec, tensor_shapes
 from kvass.gateway.app import serve, served_name
 from kvass.gateway.server import bind
 from kvass.launch.broker import run_broker
+from trust import SECRET
 
 pytestmark = pytest.mark.anyio
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -89,7 +90,10 @@ async def a_worker(made: config.Config, model_dir: Path) -> AsyncIterator[Script
             tasks.cancel_scope.cancel()
 
 
-async def test_a_gateway_serves_and_drains(model_dir: Path) -> None:
+async def test_a_gateway_serves_and_drains(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(secret.VARIABLE, SECRET)
     broker, port = f"127.0.0.1:{free_port()}", free_port()
     made = config.load(
         None,

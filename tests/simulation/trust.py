@@ -5,4 +5,5 @@ from __future__ import annotations
 from kvass.common.rpc.credentials import Credentials
 from kvass.common.secret import Secret
 
-CREDENTIALS = Credentials(Secret("what all members know", "the test"))
+SECRET = "what all members know"
+CREDENTIALS = Credentials(Secret(SECRET, "the test"))
