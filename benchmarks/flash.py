@@ -4,7 +4,7 @@ Blocks of the default model in fp8 are appended to a log, synced, and read again
 each one checked in the caller's memory. The references are `fio` in the same folder and the same
 run, past the page cache, into new files, with the same sizes and as much in flight; rounds
 alternate. Then a log of many small records is opened anew, and the table of all keys is filled with
-as many as a large node has.
+as many as a large node has. `--compression` measures something else: `rig_compression.py`.
 """
 
 from __future__ import annotations
@@ -183,10 +183,21 @@ def index_figures(count: int) -> list[Figure]:
     ]
 
 
+def compression(quick: bool) -> list[Figure]:
+    # Late, because it loads torch and a model, which nothing else here needs.
+    from rig_compression import figures
+
+    return figures(quick)
+
+
 def main() -> int:
     parser = rig.parser((__doc__ or "").splitlines()[0])
     parser.add_argument("--folder", type=Path, default=None, help="on the disk to be measured")
+    parser.add_argument("--compression", action="store_true", help="only: would zstd pay?")
     given = parser.parse_args()
+    if given.compression:
+        rig.report("zstd on KV of the default model", compression(given.quick), given.json)
+        return 0
     if shutil.which("fio") is None:
         print("flash.py compares with fio, which is not here: apt-get install fio", file=sys.stderr)
         return 2

@@ -212,6 +212,10 @@ def _complaint(path: Sequence[str], error: Mapping[str, Any]) -> str:
     return f"{name}: {error['msg']}"
 
 
+REPLICAS_MAX = 16  # as many as a hot segment gets
+SECONDS_MAX = 31_536_000.0  # a year
+
+
 def _validate(config: Config) -> None:
     """Check relations across fields; each message gives both values."""
     cluster, store = config.cluster, config.store
@@ -249,10 +253,20 @@ def _validate(config: Config) -> None:
     _validate_tenants(store)
     if not 0 <= config.prefill.audit_share <= 1:
         raise Invalid(f"prefill.audit_share is {config.prefill.audit_share}; expected 0 to 1")
-    if store.scrub_s < 0:
-        raise Invalid(f"store.scrub_s is {store.scrub_s}; expected seconds, or 0 for no scrub")
+    if not 1 <= store.replicas <= REPLICAS_MAX:
+        raise Invalid(f"store.replicas is {store.replicas}; expected 1 to {REPLICAS_MAX}")
+    for name, seconds, least in (
+        ("store.claim_s", store.claim_s, 0.05),
+        ("store.hold_s", store.hold_s, 0.05),
+        ("store.scrub_s", store.scrub_s, 0.0),  # 0: no scrub
+        ("gateway.request_timeout_s", config.gateway.request_timeout_s, 0.05),
+    ):
+        if not least <= seconds <= SECONDS_MAX:
+            raise Invalid(f"{name} is {seconds}; expected {least:g} to {SECONDS_MAX:g} seconds")
     for name, size in (
         ("store.slab_bytes", store.slab_bytes),
+        ("store.flash_bytes", store.flash_bytes),
+        ("store.flash_unsynced_bytes", store.flash_unsynced_bytes),
         ("transport.landing_bytes", config.transport.landing_bytes),
         ("gateway.body_bytes_max", config.gateway.body_bytes_max),
     ):

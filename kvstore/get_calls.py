@@ -46,6 +46,8 @@ class GetCalls:
             list(indices), request.block_size, request.head_groups, self._state.now_s(), length_s
         )
         self._state.notify()
+        if lease is not None:
+            self._state.on_asked([entry.header.key for entry in lease.entries])
         return lease, range(first, stop), indices
 
     def _places(self, lease: Lease, groups: range, indices: Mapping[bytes, int]) -> m.Places:

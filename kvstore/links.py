@@ -123,7 +123,7 @@ class NodeLink:
                 client = await self.dialer.client(self.node.address)
         except (TimeoutError, KvassError) as error:
             self._shun("unreachable")
-            raise Unavailable(f"{self.node.member_id}: {error or 'no answer'}") from None
+            raise Unavailable(f"{self.node.member_id}: {str(error) or 'no answer'}") from None
         if client is not self._client:
             self._client, self._ways = client, None
         return client

@@ -92,6 +92,7 @@ class Node:
         """Use a second tier, before `run`."""
         self._tiers = Tiers(self._state, self._slab, log, writer, readers, self._tasks)
         self._state.rise = self._tiers.rise
+        self._state.on_asked = self._tiers.asked
         self._handover.below = self._tiers.brought_up
 
     def lose_flash(self, why: str) -> None:

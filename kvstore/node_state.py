@@ -43,6 +43,7 @@ class NodeState:
     waiters: Waiters = field(default_factory=Waiters)
     on_stored: Callable[[Sequence[bytes]], None] = lambda keys: None
     on_moved: Moved = lambda what, size_bytes, time_s: None
+    on_asked: Callable[[Sequence[bytes]], None] = lambda keys: None
     rise: Callable[[Sequence[bytes]], Awaitable[None]] = _nothing_rises
     faults: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FAULTS, 0))
 

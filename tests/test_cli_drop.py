@@ -88,6 +88,15 @@ async def test_what_one_node_cannot_erase_the_others_do_all_the_same(
     assert told == [m.Drop(tenant="alice"), Forget(), m.Drop(tenant="alice")]
 
 
+async def test_a_node_that_is_lost_is_not_passed_over_in_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with a_cluster([]) as members:
+        lost = {"role": "store", "id": "store-1", "address": "127.0.0.1:1", "state": "lost"}
+        code, text = await run(monkeypatch, [*members, lost], tenant="alice")
+    assert code == 1 and "store-1 does not answer and was not told" in text
+
+
 async def test_a_node_that_cannot_be_told_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))

@@ -65,6 +65,12 @@ def test_bare_words(override: str, read: str | None) -> None:
         ("prefill.batch_requests=0", "prefill: batch_requests"),
         ("store.hold_share=1", "store.hold_share is 1"),
         ("store.quarantine_share=0", "store.quarantine_share is 0"),
+        ("store.replicas=-1", "store.replicas is -1; expected 1 to 16"),
+        ("store.replicas=0", "store.replicas is 0; expected 1 to 16"),
+        ("store.claim_s=-1", "store.claim_s is -1"),
+        ("store.hold_s=nan", "store.hold_s is nan"),
+        ("store.scrub_s=inf", "store.scrub_s is inf"),
+        ("store.flash_unsynced_bytes=-1", "store.flash_unsynced_bytes is -1"),
     ],
 )
 def test_what_is_wrong_is_named(override: str, reason: str) -> None:

@@ -7,7 +7,8 @@ everything unsynced goes, or a part of it.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import pytest
@@ -242,6 +243,26 @@ def test_a_disk_that_fails_loses_no_block_that_was_there(what: str) -> None:
     assert read(log, 25) == payload_of(25)
     log.sync()
     assert read(open_log(disk, seed=1), 25) == payload_of(25)
+
+
+def test_a_file_that_cannot_be_sealed_in_the_background_is_told_and_served() -> None:
+    disk = MemoryDisk()
+    first = name_of(1)
+    disk.refuses = lambda what, name: "I/O error" if (what, name) == ("sync", first) else None
+    # No bound on unsynced bytes comes in between: only the seal syncs.
+    settings = replace(SMALL, unsynced_bytes=1 << 20)
+    with ThreadPoolExecutor(2) as threads:
+        log = FlashLog(disk, settings, threads, random.Random(1).randbytes)
+        assert log.append(block_of(number) for number in range(12)) == 12
+        with pytest.raises(Unavailable, match=f"cannot sync {first}: I/O error"):
+            log.sync()
+        disk.refuses = lambda what, name: None
+        log.flush()
+        assert all(read(log, number) == payload_of(number) for number in range(6))
+        log.close()
+    again = open_log(disk, seed=2)
+    assert all(read(again, number) in (None, payload_of(number)) for number in range(12))
+    assert read(again, 0) == payload_of(0)
 
 
 def test_a_read_error_is_a_miss() -> None:

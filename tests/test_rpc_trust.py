@@ -137,7 +137,9 @@ async def test_an_answers_own_proof_sent_back_proves_nothing() -> None:
         _, _, theirs = await talk.receive()
         assert isinstance(theirs, dict)
         await talk.send(frames.PROOF, 0, theirs["proof"])
-        assert "another cluster secret" in await refused(stream)
+        said = await refused(stream)
+        assert "another cluster secret" in said
+        assert CREDENTIALS.secret.source not in said, "a stranger is told where the secret is kept"
         assert not worker.left
 
 

@@ -61,7 +61,8 @@ async def drop(config: Config, url: str, which: Chosen, console: Console) -> int
     code = 0
     async with anyio.create_task_group() as tasks:
         store = StoreClient(hello, tasks, credentials)
-        nodes = [m for m in members if m["role"] == "store" and m["state"] != "lost"]
+        stores = [m for m in members if m["role"] == "store"]
+        nodes = [m for m in stores if m["state"] != "lost"]
         store.set_nodes([StoreNode(m["id"], m["address"], 1) for m in nodes])
         dialer = Dialer(tasks, hello, wire.Tags(wire.WORKER_REPLIES), credentials)
         workers = [m for m in members if m["role"] in WORKERS and m["state"] != "lost"]
@@ -79,6 +80,10 @@ async def drop(config: Config, url: str, which: Chosen, console: Console) -> int
         for worker in workers:
             await done(_forget(dialer, worker))
         await done(_erase(store, which))
+        for lost in (m["id"] for m in stores if m["state"] == "lost"):
+            text = f"{lost} does not answer and was not told: drop again when it is back or gone."
+            console.print(text, style="red")
+            code = 1
         if failures:
             console.print(f"Not all is erased: {failures[-1]}. Try again.", style="red")
             code = 1

@@ -2,6 +2,7 @@
 
     records   what a byte on the disk means       disk, memory_disk   where the bytes are
     table     which key is where, in memory       segment, appender   one file; how it is written
+    background  the files before and after that one
     recovery  what a restart finds again          catalog             find, read
     log       append, sync, drop, free
 

@@ -2,9 +2,9 @@
 
 One thread at a time calls this; any number reads through the catalog. A record is found only when
 it is in its file; it lasts through a power cut when it is synced, at the latest after
-`unsynced_bytes` more.
+`unsynced_bytes` more, or one file more where that is less.
 
-    append ──> file full: its index is written, the next file begun
+    append ──> file full: its index is written, the next file (made meanwhile) begun
                  └─ no room for another: the oldest one is given back, after its records that were
                     used since they were written have been copied forward
 
@@ -15,13 +15,11 @@ Unavailable to who writes, and a miss to who reads.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from dataclasses import dataclass
-from functools import partial
 
 import msgspec
 import numpy as np
@@ -30,8 +28,9 @@ from kvass.common.block import BlockHeader
 from kvass.common.errors import Invalid, Unavailable
 from kvass.kvstore.flash import records, recovery, table
 from kvass.kvstore.flash.appender import BUFFER_BYTES, Appender
+from kvass.kvstore.flash.background import Background
 from kvass.kvstore.flash.catalog import Catalog, places_of
-from kvass.kvstore.flash.disk import PAGE, Disk, DiskFile, page_memory
+from kvass.kvstore.flash.disk import PAGE, Disk, page_memory
 from kvass.kvstore.flash.records import DropOrder, FileHead, FileIndex
 from kvass.kvstore.flash.segment import Segment, name_of
 
@@ -68,8 +67,8 @@ class LogSettings:
 
 class FlashLog:
     """Mutable fields: `catalog` (all files but `_current` are sealed, or given up after a fault),
-    `_current`, `_appender`, `_added` (records on their way to the file), `_next`, `_sealing` (the
-    file before, while its index is being written), `_spare` (the next file, being made)."""
+    `_current`, `_appender`, `_added` (records on their way to the file), `_next`,
+    `_background` (the files before and after `_current`)."""
 
     def __init__(
         self,
@@ -83,10 +82,10 @@ class FlashLog:
         self._disk = disk
         self._settings = settings
         self._random_bytes = random_bytes
-        self._threads = threads
-        self._appender = Appender(threads, settings.unsynced_bytes, settings.buffer_bytes)
-        self._sealing: tuple[Segment, Future[None]] | None = None
-        self._spare: Future[DiskFile] | None = None
+        # The file before the current one may not be synced yet.
+        unsynced = settings.unsynced_bytes - settings.segment_bytes
+        self._appender = Appender(threads, unsynced, settings.buffer_bytes)
+        self._background = Background(disk, threads, settings.segment_bytes)
         self._current: Segment | None = None
         self._added: list[tuple[bytes, int]] = []
         self._zeros = page_memory(1 << 20)
@@ -153,7 +152,7 @@ class FlashLog:
             if self._current is not None:
                 write()
                 self._publish()
-            self._settle()
+            self._background.settle()
         except Unavailable as error:
             self._give_up(error)
             raise
@@ -162,9 +161,7 @@ class FlashLog:
         """Sync, and let go of the files."""
         try:
             self.sync()
-            if self._spare is not None:
-                self._take_spare().close()
-                self._disk.remove(name_of(self._next))
+            self._background.close()
         except Unavailable as error:
             _log.error("%s: what was not synced may be lost", error)
         for segment in self.catalog.segments.values():
@@ -216,11 +213,10 @@ class FlashLog:
             segment, self._current = self._current, None
             self._appender.flush()
             self._publish()
-            self._settle()
-            self._sealing = (segment, self._threads.submit(segment.seal))
+            self._background.seal(segment)
         while self._is_full():  # a fault came between the last file and the room for this one
             self._free(self._victim())
-        file = self._take_spare()
+        file = self._background.take(name_of(self._next))
         sequence, self._next = self._next, self._next + 1
         file_id = self._random_bytes(records.ID_BYTES)
         segment = Segment(file, FileHead(file_id, sequence, self._settings.segment_bytes))
@@ -230,29 +226,7 @@ class FlashLog:
         self._appender.add(records.file_head(segment.head))
         if self._is_full():
             self._clean(self._victim())
-        self._make_spare()
-
-    def _settle(self, segment: Segment | None = None) -> None:
-        """Wait until the file before (or `segment`, if it is that one) is sealed; raises Unavailable
-        when it could not be: then it stays as one given up."""
-        if self._sealing is not None and segment in (None, self._sealing[0]):
-            (_, sealing), self._sealing = self._sealing, None
-            sealing.result()
-
-    def _make_spare(self) -> None:
-        """Begin to make the next file, in the room that there is for it. Its zeros are no file
-        head: after a death it is removed."""
-        assert self._spare is None
-        make = partial(self._disk.create, name_of(self._next), self._settings.segment_bytes)
-        with contextlib.suppress(Unavailable):  # made at once, and failed: it is tried again
-            self._spare = self._threads.submit(make)
-
-    def _take_spare(self) -> DiskFile:
-        """Return the next file; raises Unavailable."""
-        spare, self._spare = self._spare, None
-        if spare is None:
-            return self._disk.create(name_of(self._next), self._settings.segment_bytes)
-        return spare.result()
+        self._background.make(name_of(self._next))
 
     def _is_full(self) -> bool:
         """Say whether there is no room for another file."""
@@ -317,7 +291,7 @@ class FlashLog:
 
     def _index_of(self, segment: Segment) -> FileIndex:
         """Return a file's records, also when its index is damaged; raises Unavailable."""
-        self._settle(segment)
+        self._background.settle(segment)
         try:
             return segment.index()
         except Unavailable as error:

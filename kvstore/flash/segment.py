@@ -14,7 +14,7 @@ import numpy as np
 from kvass.common.block import BlockHeader
 from kvass.common.errors import Unavailable
 from kvass.kvstore.flash import records
-from kvass.kvstore.flash.disk import Disk, DiskFile, page_memory
+from kvass.kvstore.flash.disk import DiskFile, page_memory
 from kvass.kvstore.flash.records import FileHead, FileIndex, Origin
 
 TAIL_READ = 128 << 10  # holds the index of most files, so that one read brings it
@@ -42,13 +42,6 @@ class Segment:
         self._lock = threading.Lock()
         self._readers = 0
         self._over = False
-
-    @classmethod
-    def create(cls, disk: Disk, sequence: int, size: int, file_id: bytes) -> Segment:
-        """Make a file, which the appender begins with its head; raises Unavailable."""
-        head = FileHead(file_id, sequence, size)
-        file = disk.create(name_of(sequence), size)
-        return cls(file, head)
 
     @property
     def sequence(self) -> int:

@@ -30,7 +30,9 @@ pytestmark = [pytest.mark.anyio, pytest.mark.process]
 BLOCKS = 16
 CHAINS = 6  # of a slab of 109 blocks: more than half of it, so that they go down
 KILLS = int(os.environ.get("KVASS_KILLS", "6"))
-KEPT = 24  # chains on flash, a third of what it holds: nothing that is looked for was freed
+# Chains that are looked for, and that death found in the middle: old ones are erased, long before
+# the log, which has room for ten times as many, gives their files back.
+KEPT, DOUBTFUL = 18, 6
 PACE_S = 0.02
 
 
@@ -38,7 +40,7 @@ PACE_S = 0.02
 def flash_node(folder: Path) -> Iterator[NodeProcess]:
     with node(
         "--standalone", "--id", "store-0", "--slab-bytes", "20MiB",
-        "--set", f'store.flash_dir="{folder}"', "--set", "store.flash_bytes=268435456",
+        "--set", f'store.flash_dir="{folder}"', "--set", "store.flash_bytes=536870912",
         "--set", "store.flash_segment_bytes=8388608",
     ) as found:  # fmt: skip
         yield found
@@ -145,16 +147,29 @@ class Known:
     async def check(self, store: StoreClient, memory: SlotArray) -> None:
         """`pull` asserts that every byte is right."""
         for seed in self.sure:
-            assert await pull(store, memory, seed, BLOCKS) == set(range(BLOCKS)), f"{seed} is lost"
+            await self.check_sure(store, memory, seed)
         for seed in self.doubtful:
             await pull(store, memory, seed, BLOCKS)
-        for seed in self.erased[-KEPT:]:
+        for seed in self.erased[-DOUBTFUL:]:
             assert await pull(store, memory, seed, BLOCKS) == set(), f"{seed} came back"
         counts = {name: int(n) for name, n in (await at_rest(store)).items() if name != "id"}
         states = ("writing", "visible", "retired", "quarantined")
         used = sum(counts[f"{state}_bytes"] for state in states)
         assert counts["free_bytes"] + used == counts["total_bytes"]
-        assert counts["corrupt"] == counts["flash_corrupt"] == counts["flash_freed_files"] == 0
+        assert counts["corrupt"] == 0 and counts["flash_corrupt"] == 0
+
+    async def check_sure(self, store: StoreClient, memory: SlotArray, seed: int) -> None:
+        """A get waits for a busy disk only so long: what was late comes to the next one."""
+        there: set[int] = set()
+
+        async def whole() -> bool:
+            there.update(await pull(store, memory, seed, BLOCKS))
+            return len(there) == BLOCKS
+
+        try:
+            await until(whole)
+        except TimeoutError:
+            raise AssertionError(f"of chain {seed} only {sorted(there)} are there") from None
 
     async def work(self, store: StoreClient, memory: SlotArray, rng: random.Random) -> None:
         """Put, ask, read and erase, until the node dies."""
@@ -166,8 +181,8 @@ class Known:
             await store.lookup(chain, [(0, BLOCKS)], deadline_s=1)
             if self.sure and rng.random() < 0.5:
                 await pull(store, memory, rng.choice(self.sure), BLOCKS)
-            if len(self.sure) + len(self.doubtful) > KEPT:
-                await self.erase(store, (self.doubtful[:-1] or self.sure)[0])
+            if len(self.doubtful) > DOUBTFUL:
+                await self.erase(store, self.doubtful[0])
             await anyio.sleep(PACE_S * rng.random())
 
     async def erase(self, store: StoreClient, seed: int) -> None:
@@ -190,6 +205,8 @@ class Known:
             await put(store, memory, seed)
         await has_on_flash(store, before + CHAINS * BLOCKS)
         self.sure += fresh
+        while len(self.sure) > KEPT:
+            await self.erase(store, self.sure[0])
 
 
 async def test_kills_at_random_moments_under_load(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ fails, how long a frame takes) has generators of its own, made from the same see
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hash_model import BLOCK, VOCABULARY
@@ -17,6 +17,7 @@ Kind = Literal["kill", "hang", "cut", "split", "drop", "drain", "join", "erase",
 Weather = Literal["calm", "rough"]
 
 PATIENCE_S = 400.0  # of a client that waits for its answer, whatever happens
+FLASH_SLAB = 24  # blocks of memory at most beside a second tier
 CHAOS_S = 12.0  # mishaps begin within this; the first requests come within a second
 
 
@@ -109,6 +110,9 @@ def draw(seed: int) -> Scenario:
         _worker(rng, f"decode-{n}", window, hosts) for n in range(rng.choice([1, 2, 2]))
     )
     mishaps = _mishaps(rng, stores, prefills, decodes) if level in ("mishaps", "all") else ()
+    flash = random.Random(f"flash {seed}").random() < 0.4
+    if flash:  # what memory holds does not come back from there
+        stores = tuple(replace(each, size=min(each.size, FLASH_SLAB)) for each in stores)
     hurt = {m.member_id for m in mishaps if m.kind != "split"}
     return Scenario(
         seed=seed,
@@ -124,7 +128,7 @@ def draw(seed: int) -> Scenario:
         mishaps=mishaps,
         weather="rough" if level in ("rough", "all") else "calm",
         answers_due=any(each.member_id not in hurt for each in decodes),
-        flash=random.Random(f"flash {seed}").random() < 0.4,
+        flash=flash,
     )
 
 
