@@ -24,7 +24,8 @@ up: $(VENV)/installed ## Install, fetch the model, start a cluster; Ctrl-C stops
 
 test: $(VENV)/installed-dev ## Install, then the checks and every test
 	@infra/check
-	@exec $(BIN)/pytest
+	@$(BIN)/pytest -n 2 --dist loadfile -m "not process"
+	@exec $(BIN)/pytest -m process
 
 check: $(VENV)/installed-dev ## Format, lint, types, import contracts, tidiness
 	@infra/check
@@ -34,6 +35,7 @@ soak: $(VENV)/installed-dev ## Thousands of simulated clusters; property tests, 
 	@$(BIN)/python tests/simulation/repeat.py $(SEEDS_FROM) --count $(SEEDS)
 	@$(BIN)/pytest -m "not process and not model" --hypothesis-profile=soak
 	@KVASS_FUZZ_S=900 $(BIN)/pytest -s --timeout 0 tests/simulation/test_fuzz_calls.py tests/simulation/test_fuzz_frames.py
+	@KVASS_KILLS=500 $(BIN)/pytest -s --timeout 0 tests/processes/test_flash_processes.py -k kills
 	@KVASS_CHAOS_S=1200 exec $(BIN)/pytest -s tests/processes/test_chaos.py
 
 clean: ## Remove what was installed and built (not the model's cache)

@@ -44,7 +44,8 @@ READ_FAULTS_MAX = 8  # in a row of looks; more is a broken disk, not a broken pa
 
 class Tiers:
     """Mutable fields: `_waiting` (keys that are to go down, oldest first), `_sinking` (blocks that
-    are being written), `_aside_until_s`, `_read_faults` (seen at the last look), `counts`.
+    are being written), `_aside_until_s`, `_writes_again_s`, `_read_faults` (seen at the last look),
+    `counts`.
 
     `writer` runs one call of the log at a time, `readers` as many reads as the disk wants in
     flight."""
@@ -65,7 +66,7 @@ class Tiers:
         self._rises = Rises(state, slab, log.catalog, readers, tasks)
         self._waiting: dict[bytes, None] = {}
         self._sinking = 0
-        self._aside_until_s = -1.0
+        self._aside_until_s = self._writes_again_s = -1.0
         self._read_faults = 0
         self.counts: Counter[str] = Counter()
 
@@ -109,7 +110,7 @@ class Tiers:
             self.counts["sunk"] += len(entries)
         except Unavailable as error:
             self.counts["refused"] += len(entries)
-            self._step_aside(error)
+            self._stop_writing(error)
         finally:
             self._sinking -= len(entries)
             for _, view in blocks:
@@ -128,7 +129,7 @@ class Tiers:
             entry = ledger.visible(key)
             if entry is None:
                 continue
-            if self._is_aside():
+            if self._is_aside() or self._state.now_s() < self._writes_again_s:
                 self.counts["refused"] += 1
             elif not self._log.catalog.find([key])[0]:
                 ledger.lease(entry)
@@ -231,6 +232,12 @@ class Tiers:
             self._step_aside(f"flash: a read has taken {self._rises.waited_s:.0f} s")
         return self._state.now_s() < self._aside_until_s
 
+    def _stop_writing(self, why: object) -> None:
+        """A disk that takes nothing more can still be read: what is on it stays to be had."""
+        if self._state.now_s() >= self._writes_again_s:
+            _log.error("%s: nothing is written to flash for %.0f s", why, ASIDE_S)
+        self._writes_again_s = self._state.now_s() + ASIDE_S
+
     def _step_aside(self, why: object) -> None:
         if self._state.now_s() >= self._aside_until_s:
             _log.error("%s: the flash tier steps aside for %.0f s", why, ASIDE_S)
@@ -255,6 +262,7 @@ class Tiers:
             "flash_waiting_blocks": len(self._waiting) + self._sinking,
             "flash_rising_blocks": len(self._rises),
             "flash_off": int(self._is_aside()),
+            "flash_full": int(self._state.now_s() < self._writes_again_s),
             **{f"flash_{name}": catalog.counts[name] for name in (*names, "freed_files")},
             **{
                 f"flash_{name}": self.counts[name] for name in ("hits", "sunk", "staged", "refused")

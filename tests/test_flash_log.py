@@ -265,6 +265,25 @@ def test_a_file_that_cannot_be_sealed_in_the_background_is_told_and_served() -> 
     assert read(again, 0) == payload_of(0)
 
 
+@pytest.mark.parametrize("what", ["open", "read"])
+def test_a_file_that_cannot_be_read_at_the_start_is_kept(what: str) -> None:
+    """Rights that are missing and descriptors that have run out pass; what was removed does not
+    come back."""
+    disk = MemoryDisk()
+    log = filled(disk)
+    log.sync()
+    log.close()
+    names = sorted(disk.names())
+    assert len([name for name in names if name.startswith("segment-")]) > 1
+    disk.refuses = lambda done, name: "Permission denied" if done == what else None
+    with pytest.raises(Unavailable, match="Permission denied"):
+        open_log(disk)
+    assert sorted(disk.names()) == names
+    disk.refuses = lambda done, name: None
+    again = open_log(disk)
+    assert all(read(again, number) == payload_of(number) for number in range(12))
+
+
 def test_a_read_error_is_a_miss() -> None:
     disk = MemoryDisk()
     log = filled(disk)

@@ -27,7 +27,7 @@ from kvass.gateway.server import bind
 from kvass.launch.broker import run_broker
 from trust import SECRET
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.process]  # on ports that were free just now
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 DEVICE = "cpu of another kind than this one"
 ASK = {"model": "tiny", "prompt": "hello", "max_tokens": 60}

@@ -64,7 +64,7 @@ def test_a_node_that_is_well_says_so_in_one_row() -> None:
         ({"draining": 1, "handover_left": 12}, {}, ("drains: 12 copies", "wait")),
         ({"draining": 1, "drained": 1}, {}, ("is drained", "stop it")),
         ({"draining": 1, "drained": 1, "handover_left": 3}, {}, ("3 copies found no taker",)),
-        ({"flash_off": 1}, {}, ("stepped aside", "mend the disk")),
+        ({"flash_off": 1}, {}, ("stepped aside", "tries again")),
         ({"flash_read_faults": 2, "flash_corrupt": 1}, {}, ("2 faults", "1 corrupt")),
     ],
 )

@@ -47,7 +47,7 @@ class _ErrorBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def pack_error(error: errors.KvassError) -> msgspec.Struct:
     """Return the body of an ERROR frame."""
     return _ErrorBody(
-        name=type(error).__name__,
+        name=next(c.__name__ for c in type(error).__mro__ if c.__module__ == errors.__name__),
         message=str(error)[:MESSAGE_CHARACTERS_MAX],
         parameter=getattr(error, "parameter", None),
         retry_after_s=getattr(error, "retry_after_s", 1.0),

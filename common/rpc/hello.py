@@ -117,8 +117,12 @@ def _check_cluster(ours: Hello, theirs: Hello) -> None:
             )
 
 
-def _another_secret(theirs: Hello, secret: Secret) -> errors.Unauthorized:
-    return errors.Unauthorized(
+class AnotherSecret(errors.Unauthorized):
+    """The peer's proof is wrong; the message names where our secret is kept, so it is for us."""
+
+
+def _another_secret(theirs: Hello, secret: Secret) -> AnotherSecret:
+    return AnotherSecret(
         f"{_name(theirs)} has another cluster secret than this process, whose is from "
         f"{secret.source}: {REMEDY}"
     )

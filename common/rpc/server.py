@@ -191,7 +191,7 @@ class Server:
 async def _say_why(frames: Frames, error: errors.KvassError) -> None:
     """Tell the peer why its connection ends, if it still listens; a stranger hears nothing of where
     our secret is kept."""
-    if isinstance(error, errors.Unauthorized):
+    if isinstance(error, handshake.AnotherSecret):
         error = errors.Unauthorized("another cluster secret than this member has")
     with anyio.move_on_after(1.0, shield=True):
         await frames.send(ERROR, 0, pack_error(error))

@@ -201,7 +201,12 @@ def _flash(node: NodeView) -> list[str]:
     if node.count("flash_off"):
         texts.append(
             "its flash tier has stepped aside, and it goes on with DRAM alone: its log says why; "
-            "mend the disk and restart the node"
+            "it tries again every half minute, or, where it could not be opened, at its next start"
+        )
+    if node.count("flash_full"):
+        texts.append(
+            "its flash takes nothing more (its log says why), and what is on it is still read: "
+            "make room on the disk, or give it less with store.flash_bytes"
         )
     faults = node.count("flash_read_faults") + node.count("flash_write_faults")
     if faults or node.count("flash_corrupt"):

@@ -152,7 +152,7 @@ class RealDisk:
 
     def remove(self, name: str) -> None:
         with _mapped("remove", name):
-            os.unlink(self._folder / name)
+            (self._folder / name).unlink(missing_ok=True)
             sync_folder(self._folder)
 
     def close(self) -> None:

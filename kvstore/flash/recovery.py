@@ -6,20 +6,16 @@ and every other byte that is not zero is overwritten, so that nothing is left th
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvass.common.block import BlockHeader
-from kvass.common.errors import Unavailable
 from kvass.kvstore.checksum import sums
 from kvass.kvstore.flash import records
 from kvass.kvstore.flash.disk import PAGE, Disk, page_memory
 from kvass.kvstore.flash.records import DropOrder, FileIndex, Record
 from kvass.kvstore.flash.segment import Segment, name_of
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -32,21 +28,29 @@ class Found:
 
 
 def recover(disk: Disk) -> list[Found]:
-    """Return every file that holds something, oldest first; the rest is removed. One that was not
-    sealed is not sealed now either. Raises Unavailable when the folder cannot be used."""
-    found = []
-    for name in disk.names():
-        if not name.startswith("segment-"):
-            continue
-        try:
-            each = _open(disk, name)
-        except Unavailable as error:
-            _log.error("%s; the file is removed, its blocks are lost", error)
-            each = None
-        if each is None:
+    """Return every file that holds something, oldest first; what was read and holds nothing is
+    removed. One that was not sealed is not sealed now either.
+
+    Raises Unavailable when the folder or one of its files cannot be read, and removes nothing then:
+    rights that are missing, descriptors that have run out and a bad sector are all mended, or the
+    file removed, by somebody who knows.
+    """
+    found: list[Found] = []
+    empty: list[str] = []
+    try:
+        for name in disk.names():
+            if name.startswith("segment-"):
+                each = _open(disk, name)
+                if each is None:
+                    empty.append(name)
+                else:
+                    found.append(each)
+        for name in empty:
             disk.remove(name)
-        else:
-            found.append(each)
+    except BaseException:
+        for each in found:
+            each.segment.close()
+        raise
     return sorted(found, key=lambda each: each.segment.sequence)
 
 

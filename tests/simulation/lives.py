@@ -63,10 +63,10 @@ class Compute:
 
     def hang(self, hung: bool) -> None:
         """Stop or go on."""
-        if hung:
-            self._go = anyio.Event()
-        else:
+        if not hung:
             self._go.set()
+        elif self._go.is_set():  # else who waits for it would never be let go
+            self._go = anyio.Event()
 
 
 @dataclass(eq=False)

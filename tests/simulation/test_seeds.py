@@ -26,7 +26,7 @@ REACHED = (
     *("node_timeout", "node_unavailable", "suspended", "resumed"),
     *("drain", "join", "erase", "crowd", "dropped", "erased everywhere", "hot_segments"),
     *("filled", "fill_failed", "copies_untold", "handed over", "survived"),
-    *("flash_sunk", "flash_hits", "flash_risen", "flash_staged", "flash_refused"),
+    *("flash_sunk", "flash_hits", "flash_risen", "flash_refused"),
 )
 REACHED_WITHIN = 100
 
