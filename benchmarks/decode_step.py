@@ -43,7 +43,7 @@ from kvass.decode.sampler import RowState
 from kvass.decode.schedule import Scheduler
 from kvass.decode.schedule import Sequence as Decoding
 from kvass.decode.stream import TextStream
-from kvass.kvstore.client import StoreClient
+from kvass.kvstore.client.store import StoreClient
 from rig import Figure
 
 T = TypeVar("T")

@@ -29,11 +29,11 @@ from rich.table import Table
 
 import rig
 from kvass.common.block import BlockHeader
-from kvass.kvstore.eviction import ChainLru, Eviction
-from kvass.kvstore.extents import Extents
-from kvass.kvstore.ledger import Ledger
-from kvass.kvstore.reuse_eviction import DOUBLE_TOKENS, ReuseEviction
-from kvass.kvstore.shares import Allotments, Shares
+from kvass.kvstore.eviction.policy import ChainLru, Eviction
+from kvass.kvstore.eviction.reuse import DOUBLE_TOKENS, ReuseEviction
+from kvass.kvstore.index.extents import Extents
+from kvass.kvstore.index.ledger import Ledger
+from kvass.kvstore.index.shares import Allotments, Shares
 from rig import Figure
 from rig_policies import Belady, Lfu, S3Fifo, Sieve
 

@@ -37,7 +37,7 @@ from kvass.common.rpc.credentials import credentials_of
 from kvass.common.rpc.dial import Dialer
 from kvass.common.rpc.hello import Hello
 from kvass.common.wire import WORKER_REPLIES, Forget, Tags
-from kvass.kvstore.client import StoreClient
+from kvass.kvstore.client.store import StoreClient
 from kvass.kvstore.placement import StoreNode
 
 READY = "kvass ready: "

@@ -30,7 +30,7 @@ from kvass.common.keys import Chain
 from kvass.common.pool.memory import SlotMemory
 from kvass.common.rpc.credentials import credentials_of
 from kvass.common.transport.route import Setting
-from kvass.kvstore.client import StoreClient, open_client
+from kvass.kvstore.client.store import StoreClient, open_client
 from kvass.kvstore.placement import StoreNode
 from rig import Figure
 from rig_peers import Missing, Peer, mooncake, redis

@@ -41,11 +41,11 @@ from kvass.common.transport.identity import own_identity
 from kvass.common.transport.peer_process import PeerProcess, Vectors
 from kvass.common.transport.route import Setting
 from kvass.common.transport.seam import Copies, Region
-from kvass.kvstore import pulls
-from kvass.kvstore.client import StoreClient, open_client
+from kvass.kvstore.client import pulls
+from kvass.kvstore.client.store import StoreClient, open_client
 from kvass.kvstore.links import NodeLink
+from kvass.kvstore.node.service import open_node
 from kvass.kvstore.placement import StoreNode
-from kvass.kvstore.service import open_node
 from rig import Figure
 
 # The default model's: 30 layers, 3 KV heads of 64.

@@ -15,7 +15,7 @@ from kvass.common.costs import Costs
 from kvass.common.keys import Chain, ranges_of
 from kvass.common.pool.table import BlockTable
 from kvass.common.wire import Range
-from kvass.kvstore.client import StoreClient
+from kvass.kvstore.client.store import StoreClient
 
 LOOKUP_S = 2.0  # a node that does not answer in this time is a miss; the client counts it
 PULL_S = 10.0

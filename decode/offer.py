@@ -14,7 +14,7 @@ import anyio
 
 from kvass.common.keys import Chain
 from kvass.common.pool.pool import BlockPool
-from kvass.kvstore.client import StoreClient
+from kvass.kvstore.client.store import StoreClient
 
 OFFERS_QUEUED = 64  # 8 blocks each: at most 512 retained slots
 PUSH_S = 5.0

@@ -29,7 +29,7 @@ from kvass.decode.offer import Offerer
 from kvass.decode.sampler import RowState
 from kvass.decode.schedule import Scheduler, Sequence
 from kvass.decode.stream import TextStream
-from kvass.kvstore.client import StoreClient, open_client
+from kvass.kvstore.client.store import StoreClient, open_client
 from kvass.kvstore.placement import nodes_of
 
 

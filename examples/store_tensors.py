@@ -6,7 +6,7 @@ import sys
 import anyio
 import torch
 
-from kvass.kvstore.tensors import open_store
+from kvass.kvstore.client.tensors import open_store
 
 
 async def main(verb: str, address: str) -> None:

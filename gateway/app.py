@@ -35,7 +35,7 @@ from kvass.gateway.ask import Served
 from kvass.gateway.fleet import Admission, Fleet
 from kvass.gateway.routes import create_app
 from kvass.gateway.server import HttpServer, bind
-from kvass.kvstore.client import open_client
+from kvass.kvstore.client.store import open_client
 from kvass.kvstore.placement import nodes_of
 
 _log = logging.getLogger(__name__)

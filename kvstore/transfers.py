@@ -1,6 +1,8 @@
-"""What a client moves blocks with: its slots, its share of each block, transports, threads.
+"""What blocks are moved with: a reader's or writer's slots, its share of each block, transports,
+threads, landing memory lent to the other side.
 
-How blocks come is in `pulls.py`, how they go in `pushes.py`. It refuses to know about nodes.
+How blocks come is in `client/pulls.py`, how they go in `client/pushes.py`. It refuses to know
+about nodes.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import itertools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import anyio
 import anyio.abc
@@ -19,8 +21,11 @@ from numpy.typing import NDArray
 from kvass.common.errors import KvassError
 from kvass.common.executor import Executor
 from kvass.common.transport.endpoints import Endpoints
+from kvass.common.transport.seam import Loan
 from kvass.kvstore import messages as m
 from kvass.kvstore.checksum import sums
+
+T = TypeVar("T")
 
 # One call's bytes over TCP: some milliseconds, and a landing memory of the default size holds four.
 TCP_BATCH_BYTES = 16 << 20
@@ -29,6 +34,10 @@ LANDING_SHARE = 4  # no batch takes more than this part of the landing memory
 # Over TCP 3 are 1.3 to 1.9 times as fast as 1 (blocks of 512 KiB and 2 MiB, two cores). A get on
 # the same host is one call's work on one core: a second only takes turns with it.
 TCP_LANES = 3
+# Between two parts of a long read leases are renewed, and what has come becomes visible.
+PART_BYTES = 32 << 20
+LEND_PAUSE_S = 0.002  # between two looks for free landing memory; doubled up to the next
+LEND_PAUSE_MAX_S = 0.05
 TRANSFER_S = 10.0  # of one batch: bounds what a hanging peer can hold up
 
 
@@ -163,3 +172,23 @@ class Transfers:
             most = max(1, min(room, TCP_BATCH_BYTES) // self.share)
         for first in range(0, len(indices), most):
             yield indices[first : first + most]
+
+
+async def borrow(endpoints: Endpoints, size: int, *, deadline_s: float) -> Loan | None:
+    """Lend landing memory to a peer, waiting for it up to `deadline_s`; None when none came
+    free."""
+    pause_s = LEND_PAUSE_S
+    with anyio.move_on_after(deadline_s):
+        while True:
+            loan = await endpoints.landing.lend(size)
+            if loan is not None:
+                return loan
+            await anyio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LEND_PAUSE_MAX_S)
+    return None
+
+
+def parts(items: Sequence[T], size: int) -> list[Sequence[T]]:
+    """Cut items of `size` bytes each into parts of about PART_BYTES."""
+    count = max(1, PART_BYTES // size)
+    return [items[first : first + count] for first in range(0, len(items), count)]

@@ -32,9 +32,9 @@ from kvass.common.executor import Executor
 from kvass.common.keys import Chain
 from kvass.common.model.runner import Rows
 from kvass.common.pool.pool import BlockPool
-from kvass.kvstore import erase
 from kvass.kvstore import messages as m
-from kvass.kvstore.client import StoreClient
+from kvass.kvstore.client import erase
+from kvass.kvstore.client.store import StoreClient
 from kvass.prefill.loop import PrefillLoop, Steps
 from kvass.prefill.schedule import Job
 

@@ -8,7 +8,7 @@ import anyio
 
 from kvass.common.pool.table import BlockTable
 from kvass.common.wire import Prefill
-from kvass.kvstore.client import StoreClient
+from kvass.kvstore.client.store import StoreClient
 
 PUSH_S = 10.0
 # `full` is an answer: decode frees held blocks as it pulls them, so it is worth asking again for a

@@ -27,7 +27,7 @@ from kvass.common.pool.table import BlockTable
 from kvass.common.rpc.server import Call, Handler
 from kvass.common.wire import Done, Forget, Message, Prefill, PrefillProgress
 from kvass.common.worker import Means, open_means, pool_load, serve_calls, watch
-from kvass.kvstore.client import StoreClient, open_client
+from kvass.kvstore.client.store import StoreClient, open_client
 from kvass.kvstore.placement import nodes_of
 from kvass.prefill.audit import Auditor, Bench
 from kvass.prefill.job import Resolver, Run

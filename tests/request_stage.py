@@ -36,7 +36,7 @@ from kvass.decode.sampler import RowState
 from kvass.decode.schedule import Scheduler
 from kvass.decode.schedule import Sequence as Request
 from kvass.decode.stream import TextStream
-from kvass.kvstore.client import StoreClient
+from kvass.kvstore.client.store import StoreClient
 
 BLOCK, SLOTS, CHUNK, BATCH = 2, 14, 6, 3
 VOCABULARY = 8

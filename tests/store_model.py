@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvass.common.block import BlockHeader
-from kvass.kvstore.index import Index, Limits
-from kvass.kvstore.leases import Lease
-from kvass.kvstore.puts import Move, PutOrder
+from kvass.kvstore.index.index import Index, Limits
+from kvass.kvstore.index.leases import Lease
+from kvass.kvstore.index.puts import Move, PutOrder
 
 SPACE = b"n" * 32
 GROUPS = 2

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvass.common.block import BlockHeader
-from kvass.kvstore.eviction import ChainLru, Eviction
-from kvass.kvstore.extents import Extents
-from kvass.kvstore.ghosts import Ghosts
-from kvass.kvstore.ledger import Ledger
-from kvass.kvstore.reuse_eviction import GHOSTS_PER_BLOCK, ReuseEviction
-from kvass.kvstore.reuse_rates import BINS, CLASSES, ReuseRates, bin_of
-from kvass.kvstore.shares import Allotments, Shares
+from kvass.kvstore.eviction.ghosts import Ghosts
+from kvass.kvstore.eviction.policy import ChainLru, Eviction
+from kvass.kvstore.eviction.rates import BINS, CLASSES, ReuseRates, bin_of
+from kvass.kvstore.eviction.reuse import GHOSTS_PER_BLOCK, ReuseEviction
+from kvass.kvstore.index.extents import Extents
+from kvass.kvstore.index.ledger import Ledger
+from kvass.kvstore.index.shares import Allotments, Shares
 
 SPACE = b"n" * 32
 SIZE = 64

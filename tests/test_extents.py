@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvass.common.errors import Invalid
-from kvass.kvstore import slab
-from kvass.kvstore.extents import EXTENT_SLOTS, Extents, Slot
+from kvass.kvstore.index.extents import EXTENT_SLOTS, Extents, Slot
+from kvass.kvstore.node import slab
 
 TOTAL = 32 << 10
 SIZES = (64, 192, 320, 1024, 2048)

@@ -76,7 +76,7 @@ def test_no_torch_where_none_is_needed(module: str) -> None:
 
 
 def test_a_store_node_loads_no_torch() -> None:
-    code = "import sys, kvass.kvstore.service; print('torch' in sys.modules)"
+    code = "import sys, kvass.kvstore.node.service; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvass.kvstore.index import Index, Limits
+from kvass.kvstore.index.index import Index, Limits
 from store_model import GROUPS, PUT_S, SIZES, SLAB, key_of, new_index, order_of, store
 
 

@@ -22,9 +22,9 @@ from hypothesis.stateful import (
 )
 
 from kvass.common.block import BlockHeader
-from kvass.kvstore.fills import OWN_SESSION
-from kvass.kvstore.leases import Lease
-from kvass.kvstore.ledger import Entry
+from kvass.kvstore.index.leases import Lease
+from kvass.kvstore.index.ledger import Entry
+from kvass.kvstore.node.fills import OWN_SESSION
 from store_draws import chains, groups, holds, ranges, readings, seldom, sessions
 from store_model import (
     CLAIM_S,

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
 from kvass.common.block import BlockHeader
-from kvass.kvstore.eviction import ChainLru
-from kvass.kvstore.index import Index, Limits
-from kvass.kvstore.puts import PutOrder, Verdict
-from kvass.kvstore.shares import Allotments, Shares
+from kvass.kvstore.eviction.policy import ChainLru
+from kvass.kvstore.index.index import Index, Limits
+from kvass.kvstore.index.puts import PutOrder, Verdict
+from kvass.kvstore.index.shares import Allotments, Shares
 from store_model import SLAB, key_of, order_of, store
 from test_store_machine import IndexMachine
 

@@ -14,15 +14,15 @@ import pytest
 from flash_model import SMALL, header_of, key_of, open_log, payload_of
 from kvass.common.clock import ManualClock
 from kvass.common.executor import InlineExecutor
-from kvass.kvstore import rises
 from kvass.kvstore.flash.disk import PAGE
 from kvass.kvstore.flash.memory_disk import MemoryDisk
 from kvass.kvstore.flash.records import DropOrder
-from kvass.kvstore.index import Index, Limits
-from kvass.kvstore.node_state import NodeState
-from kvass.kvstore.puts import PutOrder
-from kvass.kvstore.slab import Slab
-from kvass.kvstore.tiers import ASIDE_S, Tiers
+from kvass.kvstore.index.index import Index, Limits
+from kvass.kvstore.index.puts import PutOrder
+from kvass.kvstore.node import rises
+from kvass.kvstore.node.slab import Slab
+from kvass.kvstore.node.state import NodeState
+from kvass.kvstore.node.tiers import ASIDE_S, Tiers
 
 pytestmark = pytest.mark.anyio
 SLAB_BYTES = 64 << 10

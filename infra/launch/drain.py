@@ -13,7 +13,7 @@ from kvass.common.errors import KvassError
 from kvass.common.rpc.credentials import credentials_of
 from kvass.common.rpc.hello import Hello
 from kvass.common.transport.identity import own_identity
-from kvass.kvstore.client import StoreClient
+from kvass.kvstore.client.store import StoreClient
 from kvass.kvstore.placement import StoreNode
 from kvass.launch.status import TIMEOUT_S, root_of
 

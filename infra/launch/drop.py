@@ -17,7 +17,7 @@ from kvass.common.rpc.credentials import credentials_of
 from kvass.common.rpc.dial import Dialer
 from kvass.common.rpc.hello import Hello
 from kvass.common.transport.identity import own_identity
-from kvass.kvstore.client import StoreClient
+from kvass.kvstore.client.store import StoreClient
 from kvass.kvstore.placement import StoreNode
 from kvass.launch.status import TIMEOUT_S, cluster_at
 

@@ -17,8 +17,8 @@ from kvass.common.rpc.hello import Hello
 from kvass.common.transport.identity import own_identity
 from kvass.common.wire import Tags
 from kvass.kvstore import messages as m
-from kvass.kvstore.client import StoreClient
-from kvass.kvstore.roster import Addresses
+from kvass.kvstore.client.roster import Addresses
+from kvass.kvstore.client.store import StoreClient
 from kvass.launch import store_status
 from kvass.launch.status import cluster_at
 from kvass.launch.store_status import NodeView

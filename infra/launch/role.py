@@ -40,7 +40,7 @@ _MODULES: dict[Role, str] = {
     "gateway": "kvass.gateway.app",
     "prefill": "kvass.prefill.worker",
     "decode": "kvass.decode.worker",
-    "store": "kvass.kvstore.service",
+    "store": "kvass.kvstore.node.service",
 }
 
 

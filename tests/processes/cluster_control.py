@@ -39,7 +39,7 @@ from kvass.common.wire import (
     Tags,
 )
 from kvass.kvstore import messages as m
-from kvass.kvstore.client import StoreClient
+from kvass.kvstore.client.store import StoreClient
 from kvass.kvstore.placement import StoreNode
 
 R = TypeVar("R", bound=Message)

@@ -32,7 +32,7 @@ from kvass.common.transport.identity import Identity
 from kvass.common.transport.peer_process import PeerProcess, Vectors
 from kvass.common.transport.route import Setting
 from kvass.common.transport.seam import Copies, EndpointCard, InPlace, Region, Transport
-from kvass.kvstore import service
+from kvass.kvstore.node import service
 from store_peer import hello_of, pull, worker
 
 Lie = Literal["", "nothing", "half", "zeros"]

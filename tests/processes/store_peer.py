@@ -21,9 +21,9 @@ from kvass.common.rpc.credentials import credentials_of
 from kvass.common.rpc.hello import Hello
 from kvass.common.transport.identity import own_identity
 from kvass.common.transport.route import Setting
-from kvass.kvstore.client import StoreClient, open_client
+from kvass.kvstore.client.store import StoreClient, open_client
+from kvass.kvstore.node.service import open_node
 from kvass.kvstore.placement import StoreNode
-from kvass.kvstore.service import open_node
 from store_sim import SlotArray, chain_of
 
 # 192,000 bytes a block, about what the default model's fp8 blocks have.

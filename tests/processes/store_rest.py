@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import anyio
 
-from kvass.kvstore.client import StoreClient
+from kvass.kvstore.client.store import StoreClient
 
 SETTLE_S = 15.0  # the put's deadline, the landing's bound, and a busy machine
 REST = ("writing_bytes", "retired_bytes", "quarantined_bytes", "leases", "puts")

@@ -28,7 +28,7 @@ from kvass.common.transport import nixl
 from kvass.common.transport.route import Setting
 from kvass.common.transport.seam import Copies
 from kvass.kvstore import messages as m
-from kvass.kvstore.client import StoreClient
+from kvass.kvstore.client.store import StoreClient
 from kvass.kvstore.links import NodeLink
 from store_peer import (
     LAYOUT,

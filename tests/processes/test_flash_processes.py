@@ -20,7 +20,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvass.common.errors import Unavailable
-from kvass.kvstore.client import StoreClient
+from kvass.kvstore.client.store import StoreClient
 from store_alone import NodeProcess, node
 from store_peer import LAYOUT, pull, push, worker
 from store_rest import at_rest, counts_of, until

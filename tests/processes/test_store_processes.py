@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from kvass.common.transport.route import Setting
-from kvass.kvstore.client import StoreClient
+from kvass.kvstore.client.store import StoreClient
 from store_peer import (
     LAYOUT,
     Process,
@@ -138,7 +138,7 @@ async def test_a_node_stopped_and_continued_is_misses_then_itself_again(way: Set
 
 def test_a_client_without_memory_loads_neither_torch_nor_nixl() -> None:
     code = (
-        "import sys, kvass.kvstore.client, kvass.kvstore.placement\n"
+        "import sys, kvass.kvstore.client.store, kvass.kvstore.placement\n"
         "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'nixl_cu12', 'nixl')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

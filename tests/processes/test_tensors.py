@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvass.common.errors import Invalid, Unavailable
-from kvass.kvstore.tensors import TensorStore, open_store
+from kvass.kvstore.client.tensors import TensorStore, open_store
 from store_alone import KVASS, NodeProcess, node
 from store_rest import until
 

@@ -14,7 +14,7 @@ import anyio.abc
 from disturbance import Disturbance
 from flash_sim import give_flash, lose_power
 from kvass.common.membership import ROLES, Load, NodeTable, Peer, Role
-from kvass.kvstore.client import StoreClient
+from kvass.kvstore.client.store import StoreClient
 from kvass.kvstore.flash.memory_disk import MemoryDisk
 from kvass.kvstore.placement import StoreNode
 from lives import Life, live

@@ -10,8 +10,8 @@ import anyio
 from kvass.common.errors import KvassError
 from kvass.common.keys import Chain
 from kvass.kvstore import messages as m
-from kvass.kvstore.client import StoreClient
-from kvass.kvstore.handover import DRAIN_IDLE_S, spans_of_entries
+from kvass.kvstore.client.store import StoreClient
+from kvass.kvstore.node.handover import DRAIN_IDLE_S, spans_of_entries
 from lives import Life
 from members import Members
 from record import Record

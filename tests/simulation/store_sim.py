@@ -30,12 +30,12 @@ from kvass.common.transport.memory import Attempt, Fabric, Fault, Outcome, regio
 from kvass.common.transport.route import Setting
 from kvass.common.wire import Message, Tags
 from kvass.kvstore import messages as m
-from kvass.kvstore.client import StoreClient
-from kvass.kvstore.index import Index, Limits
-from kvass.kvstore.node import Node
+from kvass.kvstore.client.store import StoreClient
+from kvass.kvstore.index.index import Index, Limits
+from kvass.kvstore.node.node import Node
+from kvass.kvstore.node.slab import Slab
 from kvass.kvstore.placement import StoreNode
 from kvass.kvstore.router import Router
-from kvass.kvstore.slab import Slab
 from kvass.kvstore.transfers import Transfers
 from trust import CREDENTIALS
 from wires import SimDialer, Weather, Wire, calm

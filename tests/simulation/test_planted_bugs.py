@@ -18,14 +18,15 @@ from kvass.common.rpc.client import Client
 from kvass.decode.loop import DecodeLoop, Ticket
 from kvass.decode.worker import Service
 from kvass.gateway.session import Session
-from kvass.kvstore import fills, pulls
 from kvass.kvstore import messages as m
-from kvass.kvstore.handover import Handover
-from kvass.kvstore.ledger import Entry, Ledger
+from kvass.kvstore.client import pulls
+from kvass.kvstore.client.pulls import PullOutcome, _Batch
+from kvass.kvstore.index.ledger import Entry, Ledger
 from kvass.kvstore.links import NodeLink
+from kvass.kvstore.node import fills
+from kvass.kvstore.node.handover import Handover
+from kvass.kvstore.node.put_calls import PutCalls, _Coming
 from kvass.kvstore.placement import StoreNode
-from kvass.kvstore.pulls import PullOutcome, _Batch
-from kvass.kvstore.put_calls import PutCalls, _Coming
 from kvass.kvstore.router import Router
 from kvass.kvstore.transfers import Transfers
 from kvass.prefill.job import Run

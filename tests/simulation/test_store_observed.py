@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from kvass.common.keys import ranges_of
 from kvass.common.transport.route import Setting
-from kvass.kvstore.observe import Observer
+from kvass.kvstore.node.observe import Observer
 from store_sim import LAYOUT, SimNode, Worker, chain_of, cluster, pull, push
 
 pytestmark = pytest.mark.anyio

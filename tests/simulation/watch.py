@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvass.common.block import BlockHeader
-from kvass.kvstore import fills, rises
 from kvass.kvstore.checksum import sums
-from kvass.kvstore.index import Index, Limits
-from kvass.kvstore.ledger import Entry, Ledger
-from kvass.kvstore.puts import Move
-from kvass.kvstore.slab import Slab
+from kvass.kvstore.index.index import Index, Limits
+from kvass.kvstore.index.ledger import Entry, Ledger
+from kvass.kvstore.index.puts import Move
+from kvass.kvstore.node import fills, rises
+from kvass.kvstore.node.slab import Slab
 
 Matches = Callable[[BlockHeader], bool]
 OWN_PUTS = (f"{fills.OWN_SESSION}-", f"{rises.OWN_SESSION}-")  # of what nodes bring by themselves

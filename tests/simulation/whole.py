@@ -31,7 +31,7 @@ from kvass.decode.loop import DecodeLoop
 from kvass.gateway.ask import Ask, Served, Text
 from kvass.gateway.fleet import Fleet
 from kvass.gateway.session import Session
-from kvass.kvstore.client import StoreClient
+from kvass.kvstore.client.store import StoreClient
 from members import Members
 from mishaps import Mishaps
 from record import Record

@@ -23,22 +23,22 @@ from kvass.common.rpc.server import Call, Handler
 from kvass.common.transport.endpoints import Endpoints
 from kvass.common.wire import Done, Message
 from kvass.kvstore import messages as m
-from kvass.kvstore.deliveries import Deliveries
-from kvass.kvstore.fills import Filler
 from kvass.kvstore.flash.log import FlashLog
 from kvass.kvstore.flash.records import DropOrder
-from kvass.kvstore.get_calls import GetCalls
-from kvass.kvstore.handover import Handover
-from kvass.kvstore.heat import Heat
-from kvass.kvstore.index import Index
-from kvass.kvstore.node_state import Moved, NodeState, check_own, chosen, ranges, request_of
+from kvass.kvstore.index.index import Index
+from kvass.kvstore.index.puts import Verdict
+from kvass.kvstore.node.deliveries import Deliveries
+from kvass.kvstore.node.fills import Filler
+from kvass.kvstore.node.get_calls import GetCalls
+from kvass.kvstore.node.handover import Handover
+from kvass.kvstore.node.heat import Heat
+from kvass.kvstore.node.put_calls import PutCalls
+from kvass.kvstore.node.scrub import Scrubber
+from kvass.kvstore.node.slab import Slab
+from kvass.kvstore.node.state import Moved, NodeState, check_own, chosen, ranges, request_of
+from kvass.kvstore.node.tiers import Tiers
 from kvass.kvstore.placement import StoreNode
-from kvass.kvstore.put_calls import PutCalls
-from kvass.kvstore.puts import Verdict
 from kvass.kvstore.router import Router
-from kvass.kvstore.scrub import Scrubber
-from kvass.kvstore.slab import Slab
-from kvass.kvstore.tiers import Tiers
 
 _log = logging.getLogger(__name__)
 

@@ -28,12 +28,12 @@ from kvass.common.executor import Executor
 from kvass.common.rpc.server import Call, Handler
 from kvass.common.wire import Message
 from kvass.kvstore import messages as m
+from kvass.kvstore.client.pulls import PullOutcome, pull
+from kvass.kvstore.index.puts import PutOrder
 from kvass.kvstore.links import CALL_S, NodeLink
-from kvass.kvstore.node_state import NodeState, request_of
-from kvass.kvstore.pulls import PullOutcome, pull
-from kvass.kvstore.puts import PutOrder
+from kvass.kvstore.node.slab import Slab
+from kvass.kvstore.node.state import NodeState, request_of
 from kvass.kvstore.router import Router
-from kvass.kvstore.slab import Slab
 from kvass.kvstore.transfers import TRANSFER_S, PlainShape, Transfers
 
 QUEUED_MAX = 16_384  # blocks; of the default model 3 GB, a second or two of a fast network

@@ -1,15 +1,13 @@
-"""Counts as Prometheus metrics: a node's, and those of a client of the store."""
+"""A node's counts as Prometheus metrics."""
 
 from __future__ import annotations
 
-from collections import Counter as Counts
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter
 
-from kvass.common.metrics import BlockMetrics, StoreMetrics, StoreTotals
-from kvass.kvstore.ledger import STATES
+from kvass.common.metrics import StoreMetrics, StoreTotals
+from kvass.kvstore.index.ledger import STATES
 from kvass.kvstore.messages import TenantUse
 
 _EVENTS = (
@@ -22,24 +20,6 @@ _FLASH_WRITTEN = {"appended": "flash_appended_bytes", "copied": "flash_copied_by
 _FLASH_FAULTS = {
     "read": "flash_read_faults", "write": "flash_write_faults", "corrupt": "flash_corrupt",
 }  # fmt: skip
-
-# Why a pull did not bring a block: no node has it any more; its bytes were wrong; time was over
-# before its turn; no landing memory was free; a call or transfer failed; no node could be asked.
-MISSES = ("gone", "corrupt", "late", "landing_full", "failed", "unavailable")
-# Why a push did not store one: the node is full; another writer is at it; then as above.
-REFUSALS = ("full", "busy", "corrupt", "failed", "unavailable")
-_FAILED_CALLS = ("timeout", "unavailable", "unreachable")
-
-
-def show_counts(metrics: BlockMetrics, counts: Counts[str]) -> None:
-    """Let the metrics read a client's counts whenever they are scraped."""
-    for total, prefix, reasons in (
-        (metrics.misses, "missed", MISSES),
-        (metrics.refusals, "push", REFUSALS),
-        (metrics.failed_calls, "node", _FAILED_CALLS),
-    ):
-        for reason in reasons:
-            total.read(partial(counts.__getitem__, f"{prefix}_{reason}"), reason)
 
 
 class Observer:

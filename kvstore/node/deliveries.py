@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import anyio
 import numpy as np
@@ -21,18 +20,11 @@ from kvass.common.executor import Executor
 from kvass.common.transport.endpoints import Endpoints
 from kvass.common.transport.seam import Copies, Loan
 from kvass.kvstore.checksum import sums
-from kvass.kvstore.leases import Lease
-from kvass.kvstore.ledger import Entry
+from kvass.kvstore.index.leases import Lease
+from kvass.kvstore.index.ledger import Entry
+from kvass.kvstore.index.puts import Move
 from kvass.kvstore.messages import LoanCard
-from kvass.kvstore.puts import Move
-from kvass.kvstore.slab import Slab
-
-T = TypeVar("T")
-
-# Between two parts of a long read leases are renewed, and what has come becomes visible.
-PART_BYTES = 32 << 20
-LEND_PAUSE_S = 0.002  # between two looks for free landing memory; doubled up to the next
-LEND_PAUSE_MAX_S = 0.05
+from kvass.kvstore.node.slab import Slab
 
 
 @dataclass(slots=True, eq=False)
@@ -43,20 +35,6 @@ class Lent:
     session: str
     offsets: dict[bytes, int]
     ends_s: float
-
-
-async def borrow(endpoints: Endpoints, size: int, *, deadline_s: float) -> Loan | None:
-    """Lend landing memory to a peer, waiting for it up to `deadline_s`; None when none came
-    free."""
-    pause_s = LEND_PAUSE_S
-    with anyio.move_on_after(deadline_s):
-        while True:
-            loan = await endpoints.landing.lend(size)
-            if loan is not None:
-                return loan
-            await anyio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LEND_PAUSE_MAX_S)
-    return None
 
 
 class Deliveries:
@@ -155,9 +133,3 @@ class Deliveries:
         with anyio.CancelScope(shield=True):
             await writer.attach(target.card)
             await writer.write(target.card.start_id, copies, tag=target.tag, deadline_s=deadline_s)
-
-
-def parts(items: Sequence[T], size: int) -> list[Sequence[T]]:
-    """Cut items of `size` bytes each into parts of about PART_BYTES."""
-    count = max(1, PART_BYTES // size)
-    return [items[first : first + count] for first in range(0, len(items), count)]

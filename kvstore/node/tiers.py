@@ -25,10 +25,10 @@ from kvass.kvstore.flash.disk import PAGE
 from kvass.kvstore.flash.log import FlashLog
 from kvass.kvstore.flash.records import DropOrder
 from kvass.kvstore.flash.table import pages_in
-from kvass.kvstore.ledger import Entry
-from kvass.kvstore.node_state import NodeState
-from kvass.kvstore.rises import GET_S, LIFT_S, RISING_MAX, Rises
-from kvass.kvstore.slab import Slab
+from kvass.kvstore.index.ledger import Entry
+from kvass.kvstore.node.rises import GET_S, LIFT_S, RISING_MAX, Rises
+from kvass.kvstore.node.slab import Slab
+from kvass.kvstore.node.state import NodeState
 
 _log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ import math
 from collections.abc import Callable, Iterable
 
 from kvass.common.block import BlockHeader
-from kvass.kvstore.ghosts import Ghosts
-from kvass.kvstore.reuse_rates import CLASSES, ReuseRates, bin_of
+from kvass.kvstore.eviction.ghosts import Ghosts
+from kvass.kvstore.eviction.rates import CLASSES, ReuseRates, bin_of
 
 GHOSTS_PER_BLOCK = 8  # most blocks that come back at all then come while remembered
 GHOSTS_MIN = 64

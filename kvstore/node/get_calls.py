@@ -9,8 +9,8 @@ from kvass.common.errors import Invalid, KvassError
 from kvass.common.rpc.server import Call, Handler
 from kvass.common.wire import Message
 from kvass.kvstore import messages as m
-from kvass.kvstore.leases import Lease
-from kvass.kvstore.node_state import NodeState, check_own, request_of
+from kvass.kvstore.index.leases import Lease
+from kvass.kvstore.node.state import NodeState, check_own, request_of
 
 _log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvass.common.errors import Overloaded
-from kvass.kvstore.deadlines import Deadlines
+from kvass.kvstore.index.deadlines import Deadlines
 
 CLAIMS_MAX = 1 << 18  # 4 M tokens in the making; some 100 MB
 

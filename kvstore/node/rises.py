@@ -24,9 +24,9 @@ from kvass.common.executor import Executor
 from kvass.kvstore.flash.catalog import Catalog, Fetched
 from kvass.kvstore.flash.disk import PAGE, page_memory
 from kvass.kvstore.flash.table import pages_in
-from kvass.kvstore.node_state import NodeState
-from kvass.kvstore.puts import Move, PutOrder
-from kvass.kvstore.slab import Slab
+from kvass.kvstore.index.puts import Move, PutOrder
+from kvass.kvstore.node.slab import Slab
+from kvass.kvstore.node.state import NodeState
 
 OWN_SESSION = "flash"  # no process's start id: the puts that this node makes to itself
 PART_BYTES = 16 << 20  # read between two looks at the index

@@ -42,11 +42,11 @@ from kvass.common.secret import Secret
 from kvass.common.transport.identity import own_identity
 from kvass.common.wire import KEYS_MAX, Range, Tags
 from kvass.kvstore import messages as m
-from kvass.kvstore.client import StoreClient, open_client
-from kvass.kvstore.forms import Array, Form, form_of
+from kvass.kvstore.client.forms import Array, Form, form_of
+from kvass.kvstore.client.roster import Addresses, Broker, Roster
+from kvass.kvstore.client.store import StoreClient, open_client
 from kvass.kvstore.placement import StoreNode
 from kvass.kvstore.results import PushResult
-from kvass.kvstore.roster import Addresses, Broker, Roster
 from kvass.kvstore.transfers import PlainShape
 
 SLOTS = 64  # as many blocks are on their way at once, each way; of 2 MiB 128 MiB

@@ -6,7 +6,7 @@ import torch
 
 from kvass.common.errors import Invalid
 from kvass.common.keys import Canonical
-from kvass.kvstore.forms import Slot, check_form, identity_of
+from kvass.kvstore.client.forms import Slot, check_form, identity_of
 
 
 class TensorForm:

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvass.common.block import BlockHeader
-from kvass.kvstore.extents import Extents, Slot, slot_size
-from kvass.kvstore.shares import Shares
+from kvass.kvstore.index.extents import Extents, Slot, slot_size
+from kvass.kvstore.index.shares import Shares
 
 State = Literal["writing", "visible", "retired", "quarantined"]
 STATES: tuple[State, ...] = ("writing", "visible", "retired", "quarantined")

@@ -20,9 +20,9 @@ import msgspec
 
 from kvass.common.block import BlockHeader
 from kvass.common.errors import Invalid, Overloaded
-from kvass.kvstore.deadlines import Deadlines
-from kvass.kvstore.guards import Guards, Owner
-from kvass.kvstore.ledger import Entry, Group, Ledger
+from kvass.kvstore.index.deadlines import Deadlines
+from kvass.kvstore.index.guards import Guards, Owner
+from kvass.kvstore.index.ledger import Entry, Group, Ledger
 
 PUTS_MAX = 16_384  # sixteen connections with their windows full of puts
 # A put that is late comes within the seconds that its writer still tries: thousands of jobs ago at

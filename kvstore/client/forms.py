@@ -69,7 +69,7 @@ def form_of(like: Array) -> Form[Array]:
         form = ArrayForm(like)
     else:
         # Late: it loads torch, which whoever has a tensor has loaded.
-        from kvass.kvstore.tensor_form import TensorForm
+        from kvass.kvstore.client.tensor_form import TensorForm
 
         form = TensorForm(like)
     if not form.size_bytes:

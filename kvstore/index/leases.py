@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvass.common.errors import Overloaded
-from kvass.kvstore.deadlines import Deadlines
-from kvass.kvstore.ledger import Entry, Ledger
+from kvass.kvstore.index.deadlines import Deadlines
+from kvass.kvstore.index.ledger import Entry, Ledger
 
 LEASES_MAX = 16_384  # sixteen connections with their windows full of gets
 MARGIN = 4.0  # a lease lasts so many times what its bytes take at the measured bandwidth

@@ -33,13 +33,14 @@ from kvass.common.rpc.hello import Hello
 from kvass.common.transport.identity import Identity
 from kvass.common.transport.seam import Region
 from kvass.common.wire import Range, Tags
-from kvass.kvstore import erase, links
+from kvass.kvstore import links
 from kvass.kvstore import messages as m
+from kvass.kvstore.client import erase
+from kvass.kvstore.client.counts import show_counts
+from kvass.kvstore.client.pulls import pull
+from kvass.kvstore.client.pushes import PutTerms, push
 from kvass.kvstore.links import NodeLink
-from kvass.kvstore.observe import show_counts
 from kvass.kvstore.placement import StoreNode
-from kvass.kvstore.pulls import pull
-from kvass.kvstore.pushes import PutTerms, push
 from kvass.kvstore.results import ClaimResult, PushResult, WaitResult
 from kvass.kvstore.router import Router
 from kvass.kvstore.transfers import BlockMemory, BlockShape, Transfers

@@ -20,9 +20,10 @@ from kvass.common.transport.route import Way
 from kvass.common.wire import Done, Message
 from kvass.kvstore import messages as m
 from kvass.kvstore.checksum import rows
-from kvass.kvstore.deliveries import Lent, borrow, parts
-from kvass.kvstore.node_state import NodeState, chosen, ranges, request_of
-from kvass.kvstore.puts import Move, PutOrder
+from kvass.kvstore.index.puts import Move, PutOrder
+from kvass.kvstore.node.deliveries import Lent
+from kvass.kvstore.node.state import NodeState, chosen, ranges, request_of
+from kvass.kvstore.transfers import borrow, parts
 
 _log = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ import anyio
 
 from kvass.common.errors import KvassError
 from kvass.kvstore import messages as m
-from kvass.kvstore.ledger import Entry
+from kvass.kvstore.index.ledger import Entry
 from kvass.kvstore.links import CALL_S
-from kvass.kvstore.node_state import NodeState
+from kvass.kvstore.node.state import NodeState
 from kvass.kvstore.placement import Placement, StoreNode
 from kvass.kvstore.router import Router
 

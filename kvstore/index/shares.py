@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvass.common.block import BlockHeader
-from kvass.kvstore.eviction import Eviction
+from kvass.kvstore.eviction.policy import Eviction
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvass.kvstore.deadlines import Deadlines
+from kvass.kvstore.index.deadlines import Deadlines
 
 GuardKind = Literal["hold", "pin"]
 Owner = tuple[GuardKind, str]

@@ -12,11 +12,11 @@ from kvass.common.keys import ranges_of
 from kvass.common.rpc.server import Call
 from kvass.common.transport.endpoints import Endpoints
 from kvass.common.wire import Message
-from kvass.kvstore.deliveries import Deliveries
-from kvass.kvstore.index import Index
+from kvass.kvstore.index.index import Index
+from kvass.kvstore.index.puts import Verdict
 from kvass.kvstore.messages import Ranges
-from kvass.kvstore.puts import Verdict
-from kvass.kvstore.waiters import Waiters
+from kvass.kvstore.node.deliveries import Deliveries
+from kvass.kvstore.node.waiters import Waiters
 
 M = TypeVar("M", bound=Message)
 # What was done (put, get or fill), bytes, seconds.

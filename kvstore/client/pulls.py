@@ -22,9 +22,8 @@ from kvass.common.keys import ranges_of
 from kvass.common.transport.seam import Copies, Loan
 from kvass.kvstore import messages as m
 from kvass.kvstore.checksum import rows
-from kvass.kvstore.deliveries import borrow, parts
 from kvass.kvstore.links import CLEAN_UP_S, NodeLink
-from kvass.kvstore.transfers import TRANSFER_S, Transfers
+from kvass.kvstore.transfers import TRANSFER_S, Transfers, borrow, parts
 
 # A pull over TCP that was cancelled waits this long for bytes that are on their way, since a loan
 # that is given up costs a rebuild of the landing's agent.

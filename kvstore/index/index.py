@@ -15,16 +15,16 @@ from dataclasses import dataclass, field, replace
 
 from kvass.common.block import BlockHeader
 from kvass.common.keys import SEGMENT_BLOCKS
-from kvass.kvstore.claims import Claims
-from kvass.kvstore.erasures import Erasures
-from kvass.kvstore.eviction import Eviction
-from kvass.kvstore.extents import Extents
-from kvass.kvstore.guards import Guards, Owner
-from kvass.kvstore.leases import Lease, Leases
-from kvass.kvstore.ledger import STATES, Entry, Ledger
-from kvass.kvstore.puts import Move, PutOrder, Puts, Verdict
-from kvass.kvstore.reuse_eviction import ReuseEviction
-from kvass.kvstore.shares import Allotments, Shares, Usage
+from kvass.kvstore.eviction.policy import Eviction
+from kvass.kvstore.eviction.reuse import ReuseEviction
+from kvass.kvstore.index.claims import Claims
+from kvass.kvstore.index.erasures import Erasures
+from kvass.kvstore.index.extents import Extents
+from kvass.kvstore.index.guards import Guards, Owner
+from kvass.kvstore.index.leases import Lease, Leases
+from kvass.kvstore.index.ledger import STATES, Entry, Ledger
+from kvass.kvstore.index.puts import Move, PutOrder, Puts, Verdict
+from kvass.kvstore.index.shares import Allotments, Shares, Usage
 
 LAST_OF_SEGMENT = SEGMENT_BLOCKS - 1
 

@@ -29,18 +29,18 @@ from kvass.common.transport.identity import Identity, own_identity
 from kvass.common.transport.nixl import open_endpoints
 from kvass.common.wire import Tags
 from kvass.kvstore import messages as m
-from kvass.kvstore.eviction import ChainLru, Eviction
+from kvass.kvstore.eviction.policy import ChainLru, Eviction
+from kvass.kvstore.eviction.reuse import ReuseEviction
 from kvass.kvstore.flash.appender import DEPTH as WRITES
 from kvass.kvstore.flash.disk import FolderTaken, RealDisk
 from kvass.kvstore.flash.log import FlashLog, LogSettings
-from kvass.kvstore.index import Index, Limits
-from kvass.kvstore.node import Node
-from kvass.kvstore.observe import Observer
+from kvass.kvstore.index.index import Index, Limits
+from kvass.kvstore.index.shares import Allotments
+from kvass.kvstore.node.node import Node
+from kvass.kvstore.node.observe import Observer
+from kvass.kvstore.node.slab import Slab
 from kvass.kvstore.placement import StoreNode, nodes_of
-from kvass.kvstore.reuse_eviction import ReuseEviction
 from kvass.kvstore.router import Router
-from kvass.kvstore.shares import Allotments
-from kvass.kvstore.slab import Slab
 
 _log = logging.getLogger(__name__)
 

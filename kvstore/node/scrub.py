@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import anyio
 
-from kvass.kvstore.node_state import NodeState
+from kvass.kvstore.node.state import NodeState
 
 _log = logging.getLogger(__name__)
 

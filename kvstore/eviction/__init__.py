@@ -1,0 +1,1 @@
+"""Which visible block goes first when the slab is full: the seam (`policy`) and two policies."""
