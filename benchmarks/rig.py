@@ -37,6 +37,7 @@ from kvass.common.rpc.credentials import credentials_of
 from kvass.common.rpc.dial import Dialer
 from kvass.common.rpc.hello import Hello
 from kvass.common.wire import WORKER_REPLIES, Forget, Tags
+from kvass.kvstore import messages as m
 from kvass.kvstore.client.store import StoreClient
 from kvass.kvstore.placement import StoreNode
 
@@ -146,7 +147,7 @@ class Cluster:
 @asynccontextmanager
 async def cluster(*arguments: str) -> AsyncIterator[Cluster]:
     """Run `kvass up` with these arguments on free ports; stop it on the way out."""
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-m", "kvass.launch.cli", "up", "--port", str(port), *arguments]
     # A salt secret would give blocks other names than the ones dropped here.
     environment = {name: v for name, v in os.environ.items() if name != "KVASS_SALT_SECRET"}
@@ -192,7 +193,8 @@ async def _stop(process: anyio.abc.Process) -> None:
             process.kill()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -302,6 +304,21 @@ class Control:
     async def drop(self, keys: Sequence[bytes]) -> None:
         """Drop blocks from every store node."""
         await self._store.drop(keys=keys)
+
+    async def counts(self) -> dict[str, str | int]:
+        """Return the counts of the first store node."""
+        return dict((await self._store.stats())[0])
+
+    async def on_flash(self, chain: Chain) -> int:
+        """Return how many of a chain's blocks the store has on flash alone."""
+        every = list(range(len(chain.keys)))
+        count = 0
+        for link in self._store.router.links():
+            request = m.Lookup(spans=tuple(m.spans_of(chain, [(0, len(every))])))
+            reply = await link.call(request, deadline_s=CALL_S)
+            (found,) = link.told(every, reply.on_flash)
+            count += len(found)
+        return count
 
     async def until_stored(self, chain: Chain) -> None:
         """Wait until the store has all of a chain's blocks."""

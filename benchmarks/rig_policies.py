@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from kvass.common.block import BlockHeader
 
 NEVER = 1 << 60
+Rank = TypeVar("Rank", tuple[int, int], tuple[int, int, int])
 
 
 class Lfu:
@@ -40,16 +42,7 @@ class Lfu:
         heapq.heappush(self._heap, (self._ranks[key], key))
 
     def victim(self, evictable: Callable[[bytes], bool]) -> bytes | None:
-        while self._heap:
-            rank, key = self._heap[0]
-            now = self._ranks.get(key)
-            if now is None or not evictable(key):
-                heapq.heappop(self._heap)
-            elif now != rank:
-                heapq.heapreplace(self._heap, (now, key))
-            else:
-                return key
-        return None
+        return _least(self._heap, self._ranks, evictable)
 
 
 class Sieve:
@@ -201,14 +194,23 @@ class Belady:
 
     def victim(self, evictable: Callable[[bytes], bool]) -> bytes | None:
         assert self.coming is not None
-        while self._heap:
-            rank, key = self._heap[0]
-            now = self._ranks.get(key)
-            if now is None or not evictable(key):
-                heapq.heappop(self._heap)
-            elif now != rank:
-                heapq.heapreplace(self._heap, (now, key))
-            else:
-                refused = -rank[0] <= self._next[self.number][self.coming.key]
-                return None if refused else key
-        return None
+        key = _least(self._heap, self._ranks, evictable)
+        coming = self._next[self.number][self.coming.key]
+        return None if key is None or -self._ranks[key][0] <= coming else key
+
+
+def _least(
+    heap: list[tuple[Rank, bytes]], ranks: Mapping[bytes, Rank], evictable: Callable[[bytes], bool]
+) -> bytes | None:
+    """Return the block of the least rank that may go; what is out of date in the heap is put
+    right."""
+    while heap:
+        rank, key = heap[0]
+        now = ranks.get(key)
+        if now is None or not evictable(key):
+            heapq.heappop(heap)
+        elif now != rank:
+            heapq.heapreplace(heap, (now, key))
+        else:
+            return key
+    return None

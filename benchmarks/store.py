@@ -41,6 +41,7 @@ from transfer import (
     a_client,
     chains,
     config_of,
+    get_s,
     hello_of,
     process,
     run_node,
@@ -85,17 +86,6 @@ async def put_s(store: StoreClient, chain: Chain, row: int) -> float:
     )
     taken_s = time.perf_counter() - started_s
     assert len(result.stored) == BLOCKS, result
-    return taken_s
-
-
-async def get_s(store: StoreClient, chain: Chain, row: int, blocks: int = BLOCKS) -> float:
-    """Return the seconds of one get, which must be whole."""
-    slots = range(row * BLOCKS, row * BLOCKS + blocks)
-    started_s = time.perf_counter()
-    there = await store.pull(chain, range(blocks), slots, deadline_s=DEADLINE_S)
-    taken_s = time.perf_counter() - started_s
-    assert len(there) == blocks, f"{len(there)} of {blocks} blocks came"
-    await asyncio.sleep(0.002)  # the lease is given back after the get, and before the next one
     return taken_s
 
 

@@ -247,13 +247,13 @@ def parts_noted(into: dict[str, list[float]]) -> Iterator[None]:
         yield
 
 
-async def get_s(store: StoreClient, chain: Chain, memory: SlotMemory, row: int) -> float:
-    """Return the seconds of one get, which must be whole."""
-    slots = range(row * BLOCKS, (row + 1) * BLOCKS)
+async def get_s(store: StoreClient, chain: Chain, row: int, blocks: int = BLOCKS) -> float:
+    """Return the seconds of one get into a row of slots, which must be whole."""
+    slots = range(row * BLOCKS, row * BLOCKS + blocks)
     started_s = time.perf_counter()
-    there = await store.pull(chain, range(BLOCKS), slots, deadline_s=DEADLINE_S)
+    there = await store.pull(chain, range(blocks), slots, deadline_s=DEADLINE_S)
     taken_s = time.perf_counter() - started_s
-    assert len(there) == BLOCKS, f"{len(there)} of {BLOCKS} blocks came"
+    assert len(there) == blocks, f"{len(there)} of {blocks} blocks came"
     await asyncio.sleep(0.002)  # the lease is given back after the get, and before the next one
     return taken_s
 
@@ -273,7 +273,7 @@ async def measure(
                 row = number % rows
                 references.append(reference_s(memory, (row + rows // 2) % rows))
                 with parts_noted(parts):
-                    gets.append(await get_s(store, names[row], memory, row))
+                    gets.append(await get_s(store, names[row], row))
     return gets, references, parts
 
 

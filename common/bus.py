@@ -107,7 +107,8 @@ class Bus:
     connection), `_subscriptions`, `_is_awaited` (the broker's absence was told, its return was
     not), `links` (connections made so far). `on_message` is called with topic and payload, in
     order; `on_link_up` after each connection, with the subscriptions made, before their messages;
-    `on_link_down` when it is lost. `own_topic` is cleared by the last will.
+    `on_link_down` when it is lost. `own_topic` is cleared by the last will, and by the goodbye,
+    which says `last_words` on it before.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class Bus:
         on_message: Callable[[str, bytes], None],
         on_link_up: Callable[[], Awaitable[None]],
         on_link_down: Callable[[], None],
+        last_words: Callable[[], bytes] | None = None,
     ) -> None:
         self.broker = broker
         self._host, self._port = host_and_port(broker)
@@ -129,6 +131,7 @@ class Bus:
         self._on_message = on_message
         self._on_link_up = on_link_up
         self._on_link_down = on_link_down
+        self._last_words = last_words
         self._retained: dict[str, bytes] = {}
         self._client: aiomqtt.Client | None = None
         self._is_awaited = False
@@ -230,6 +233,8 @@ class Bus:
     async def _say_goodbye(self) -> None:
         topics, self._retained = list(self._retained), {}
         with anyio.move_on_after(GOODBYE_TIMEOUT_S, shield=True):
+            if self._last_words is not None and self._own_topic in topics:
+                await self.publish(self._own_topic, self._last_words(), qos=1)
             for topic in topics:
                 await self.publish(topic, b"", qos=1, retain=True)
 

@@ -8,6 +8,7 @@ program turns into an option). Nobody writes to a config; derived values are pro
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import field, fields, is_dataclass
@@ -31,8 +32,16 @@ _STRICT = ConfigDict(extra="forbid")
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_BROKER = "127.0.0.1:1883"  # where members look when none is named
 WEIGHT_MAX = 1e6  # of a tenant, beside another one's 1
+SLAB_MIN = 1 << 20  # five blocks of the default model; other models' blocks are larger
 THREADS_MAX = 1024  # more cores than any machine has; a typo, and torch would start them all
 _BYTE_SIZE = TypeAdapter(ByteSize)
+# The name of an object takes 610 bytes besides, of the 1,024 that S3 allows.
+BUCKET_CHARACTERS_MAX = 300
+_BUCKET = re.compile(
+    r"(?=.{0,%d}$)s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/(?!\.+(/|$))[\w.-]+)*/?"
+    % BUCKET_CHARACTERS_MAX,
+    re.ASCII,
+)
 
 
 def _size(value: object) -> object:
@@ -90,6 +99,10 @@ class StoreConfig:
     flash_bytes: Size = 16 << 30
     flash_segment_bytes: Size = 64 << 20  # of each of its files
     flash_unsynced_bytes: Size = 256 << 20  # what a power cut may cost, at most
+    # s3://bucket/prefix, which the cluster's store nodes share. Empty: no third tier. Where it is
+    # reached and with which keys: AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID and so on, or a role.
+    bucket: str = ""
+    bucket_bytes: Size = 1 << 40  # of the whole cluster's blocks in it
     replicas: int = 1  # copies of each segment, on hosts apart where there are several
     # reuse: what is least worth its room goes first, learned from use; lru: the oldest chain
     eviction: Literal["reuse", "lru"] = "reuse"
@@ -136,6 +149,9 @@ class GatewayConfig:
     # off: every request gets a salt of its own, so nothing that another one computed is found
     prefix_reuse: bool = True
     prefill_tokens_min: int = 64  # a missing suffix shorter than this is left to decode
+    # A prompt's blocks that are on flash are brought up from its lookup on, for a pull that comes
+    # within this time unless the worker has a queue; 0: from their pull on (benchmarks/stage.py).
+    stage_s: float = 2.0
     # TOML: each tenant's name and its keys, or their SHA-256 (api_keys.py). Empty: no key is asked
     # for, and all requests are one tenant's.
     api_keys_file: str = ""
@@ -251,6 +267,7 @@ def _validate(config: Config) -> None:
         if not 0 <= port <= 65535:
             raise Invalid(f"{name}.port is {port}; expected 0 to 65535")
     _validate_tenants(store)
+    _validate_bucket(store)
     if not 0 <= config.prefill.audit_share <= 1:
         raise Invalid(f"prefill.audit_share is {config.prefill.audit_share}; expected 0 to 1")
     if not 1 <= store.replicas <= REPLICAS_MAX:
@@ -260,18 +277,32 @@ def _validate(config: Config) -> None:
         ("store.hold_s", store.hold_s, 0.05),
         ("store.scrub_s", store.scrub_s, 0.0),  # 0: no scrub
         ("gateway.request_timeout_s", config.gateway.request_timeout_s, 0.05),
+        ("gateway.stage_s", config.gateway.stage_s, 0.0),
     ):
         if not least <= seconds <= SECONDS_MAX:
             raise Invalid(f"{name} is {seconds}; expected {least:g} to {SECONDS_MAX:g} seconds")
+    if store.slab_bytes < SLAB_MIN:
+        raise Invalid(
+            f"store.slab_bytes is {store.slab_bytes}; expected at least {SLAB_MIN}: it must hold "
+            "blocks, which take some hundred kilobytes each"
+        )
     for name, size in (
-        ("store.slab_bytes", store.slab_bytes),
         ("store.flash_bytes", store.flash_bytes),
         ("store.flash_unsynced_bytes", store.flash_unsynced_bytes),
+        ("store.bucket_bytes", store.bucket_bytes),
         ("transport.landing_bytes", config.transport.landing_bytes),
         ("gateway.body_bytes_max", config.gateway.body_bytes_max),
     ):
         if size < 1:
             raise Invalid(f"{name} is {size}; expected at least 1")
+
+
+def _validate_bucket(store: StoreConfig) -> None:
+    if store.bucket and _BUCKET.fullmatch(store.bucket) is None:
+        raise Invalid(
+            f"store.bucket is {store.bucket!r}; expected s3://bucket or s3://bucket/prefix, with "
+            f"letters, digits, '.', '_' and '-', up to {BUCKET_CHARACTERS_MAX} of them"
+        )
 
 
 def _validate_tenants(store: StoreConfig) -> None:

@@ -82,3 +82,12 @@ class Unauthorized(KvassError):
     """A peer did not prove that it is of this cluster: not its secret, or no certificate of its."""
 
     http_status = 503
+
+
+def breaks_an_invariant(error: Exception) -> bool:
+    """Whether the member's own state can be trusted no more: then its process must end, which
+    costs misses and resumed streams; any other bug costs the call or the piece of work that met
+    it."""
+    if isinstance(error, ExceptionGroup):
+        return error.subgroup(AssertionError) is not None
+    return isinstance(error, AssertionError)

@@ -120,6 +120,7 @@ class Member:
             config.cluster.broker or DEFAULT_BROKER,
             client_id=f"kvass-{identity.start_id}",
             own_topic=self._topics.presence(*self._own),
+            last_words=self._last_words,
             subscriptions=[
                 self._topics.presences,
                 self._topics.commands(member_id),
@@ -195,6 +196,11 @@ class Member:
         )
         topic = self._topics.presence(*self._own)
         await self._bus.retain(topic, self._seal.close(topic, self._peer))
+
+    def _last_words(self) -> bytes:
+        """Let others tell a leave from a death, after which nobody says anything."""
+        leaving = msgspec.structs.replace(self._peer, state="draining")
+        return self._seal.close(self._topics.presence(*self._own), leaving)
 
     def live(self, role: Role) -> list[Peer]:
         """Return the live, ready members of a role, in order of id."""
@@ -304,14 +310,15 @@ class Member:
     def _take(self, topic: str, payload: bytes) -> None:
         about = self._topics.parse(topic)
         now_s = self._clock.now_s()
-        if about is None:
-            if topic == self._topics.commands(self._peer.member_id):
-                command = self._seal.open(topic, payload, seal.Command).body
-                self._orders.check(command, time.time())
-                self._queue_command(command)
-            else:
-                self._seal.open(topic, payload, type(None))
-                self._echoed.set()
+        if topic == self._topics.commands(self._peer.member_id):
+            command = self._seal.open(topic, payload, seal.Command).body
+            self._orders.check(command, time.time())
+            self._queue_command(command)
+        elif topic == self._topics.echo(self._peer.start_id):
+            self._seal.open(topic, payload, type(None))
+            self._echoed.set()
+        elif about is None:
+            return  # another cluster's: amqtt greets everybody with all that it has retained
         elif about.kind == "load":
             number, load = self._seal.open(topic, payload, wire.Facts)
             if self._seal.step(topic, number) <= 0:
@@ -330,8 +337,7 @@ class Member:
         self._notice()
 
     def _note_foreign(self, topic: str, error: Unauthorized) -> None:
-        """Somebody without our secret speaks: say so once, and remember who, to say more when this
-        process is the one that is wrong."""
+        """Say once that somebody without our secret speaks; remember who, if it is us who err."""
         if not self._foreign:
             _log.warning(
                 "message on %s: %s (from %s); such are ignored, and counted only from now on",

@@ -11,6 +11,9 @@ runs: one that was stopped, or starved, has heard of nobody, and that says nothi
     own ticks     ─┬─┬─┬─┐   none for ASLEEP_S    ┌─┬─┬─┬─┬─┬─┬─┬─┬─┬─
     judged by     heard  │ the last view          │ WAKING_S of grace │ heard
 
+A member that was ready and is gone without having said that it leaves is lost: its name is
+remembered for LOST_S, until it is back, or until somebody says that it may be forgotten.
+
 It refuses to know how messages travel and what a load's numbers mean.
 """
 
@@ -18,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -35,6 +38,8 @@ REJOIN_S = 5.0  # after a broker's return: its clients come back within the long
 ASLEEP_S = 1.0  # without a tick of one's own, twice as long as they are apart
 WAKING_S = 1.0  # two loads of everybody, and what waited in the socket
 DEMOTED_S = 2.0  # after a refused connection, before the peer is tried again
+LOST_S = 900.0  # whoever was called out of bed has looked by then; a restart has made up for it
+LOST_MAX = 256  # names: more is a network's fault, and the latest say as much
 
 
 class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,17 +74,27 @@ class Entry:
     demoted_until_s: float = 0.0
 
 
+class Lost(NamedTuple):
+    """A member that went without a goodbye. `since_s`: when it was last heard of."""
+
+    peer: Peer
+    since_s: float
+    forgotten_s: float
+
+
 class NodeTable:
     """The members that this one knows of.
 
-    Mutable fields: `_entries` by start id, `_link_up`, `_judged_from_s`, `_ticked_s`, `version`
-    (counts changes of who is present; not of loads). `followed` names the roles whose loads are
-    received: only those can be missed; of others, presence is all that is known.
+    Mutable fields: `_entries` by start id, `_lost` by role and id, the latest last, `_link_up`,
+    `_judged_from_s`, `_ticked_s`, `version` (counts changes of who is present; not of loads).
+    `followed` names the roles whose loads are received: only those can be missed; of others,
+    presence is all that is known.
     """
 
     def __init__(self, followed: Collection[str] = ROLES) -> None:
         self._followed = frozenset(followed)
         self._entries: dict[str, Entry] = {}
+        self._lost: dict[tuple[str, str], Lost] = {}
         self._link_up = False
         self._judged_from_s = 0.0
         self._ticked_s: float | None = None
@@ -104,6 +119,8 @@ class NodeTable:
 
     def saw_presence(self, peer: Peer, now_s: float) -> None:
         """Take in a presence message, retained or fresh."""
+        if peer.state == "ready":
+            self._lost.pop((peer.role, peer.member_id), None)
         entry = self._entries.get(peer.start_id)
         if entry is None:
             self._entries[peer.start_id] = Entry(peer, heard_s=now_s, confirmed=True)
@@ -116,9 +133,43 @@ class NodeTable:
         self.version += 1
 
     def saw_gone(self, start_id: str) -> None:
-        """Take in a last will or a goodbye: it ends that start, and no other."""
-        if self._entries.pop(start_id, None) is not None:
-            self.version += 1
+        """Take in a last will or a goodbye: it ends that start, and no other. Who says goodbye has
+        said before that it leaves: the state is `draining`."""
+        entry = self._entries.pop(start_id, None)
+        if entry is None:
+            return
+        self.version += 1
+        if entry.peer.state == "ready":
+            self._lose(entry)
+
+    def _lose(self, entry: Entry) -> None:
+        """Remember who is lost, unless another start of it is ready."""
+        peer = entry.peer
+        if any(
+            (other.peer.role, other.peer.member_id) == (peer.role, peer.member_id)
+            and other.peer.state == "ready"
+            for other in self._entries.values()
+        ):
+            return
+        seen_s = max(entry.heard_s, self._ticked_s or entry.heard_s)
+        self._lost.pop((peer.role, peer.member_id), None)
+        self._lost[peer.role, peer.member_id] = Lost(peer, entry.heard_s, seen_s + LOST_S)
+        if len(self._lost) > LOST_MAX:
+            del self._lost[next(iter(self._lost))]
+
+    def lost(self, now_s: float) -> list[Lost]:
+        """Return who went without a goodbye and was not forgotten, in order of role and id."""
+        for name, lost in list(self._lost.items()):
+            if lost.forgotten_s <= now_s:
+                del self._lost[name]
+        return sorted(self._lost.values(), key=lambda each: _place(each.peer))
+
+    def forget_lost(self, member_id: str) -> bool:
+        """Speak no more of a lost member; returns whether there was one."""
+        names = [name for name in self._lost if name[1] == member_id]
+        for name in names:
+            del self._lost[name]
+        return bool(names)
 
     def saw_load(self, start_id: str, load: Load, now_s: float) -> None:
         """Take in a load message; one of a member whose presence was not heard is dropped."""
@@ -163,6 +214,11 @@ class NodeTable:
         roles = ROLES if role is None else (role,)
         return [entry for each in roles for entry in self._latest(each)]
 
+    def starts(self, role: str, member_id: str) -> list[Entry]:
+        """Return every start of one member, whatever its state."""
+        named = self._entries.values()
+        return [e for e in named if (e.peer.role, e.peer.member_id) == (role, member_id)]
+
     def is_live(self, entry: Entry, now_s: float) -> bool:
         """Judge one member: heard of lately, and not demoted."""
         if entry.demoted_until_s > now_s:
@@ -189,6 +245,10 @@ class NodeTable:
             if other is None or _age(other.peer) < _age(peer):
                 latest[peer.member_id] = entry
         return [latest[member_id] for member_id in sorted(latest)]
+
+
+def _place(peer: Peer) -> tuple[int, str]:
+    return ROLES.index(peer.role), peer.member_id
 
 
 def _age(peer: Peer) -> tuple[float, str]:

@@ -276,6 +276,19 @@ class StoreTotals:
         self.flash_faults = Counter(
             "kvass_store_flash_faults", "Faults of the flash tier", ["what"], registry=registry
         )
+        self.bucket_moved_bytes = Counter(
+            "kvass_store_bucket_moved_bytes",
+            "Bytes that this node has written to the bucket, and read from it",
+            ["way"],
+            registry=registry,
+        )
+        self.bucket_faults = Counter(
+            "kvass_store_bucket_faults",
+            "Requests of this node that the bucket refused or did not answer in time; blocks of it"
+            " that were corrupt",
+            ["what"],
+            registry=registry,
+        )
         self.moved_bytes = Counter(
             "kvass_store_moved_bytes",
             "Bytes of blocks that writers stored (put), readers had (get), this node copied (fill)",

@@ -48,8 +48,9 @@ class RollCall:
         before, self._seen = self._seen, self._others(self._seen or {}, now_s)
         if before is None:
             return [_first(self._seen.values())]
+        lost = {each.peer.start_id for each in self._table.lost(now_s)}
         gone = [
-            _gone(was)
+            _gone(was, was.peer.start_id in lost)
             for start_id, was in before.items()
             if start_id not in self._seen and was.condition != "lost"
         ]
@@ -79,10 +80,10 @@ def _first(others: Collection[Seen]) -> Line:
     return Line(logging.INFO, f"joined the cluster{'; ready: ' if counts else ''}{counts}")
 
 
-def _gone(was: Seen) -> Line:
-    if was.condition == "draining":
+def _gone(was: Seen, is_lost: bool) -> Line:
+    if not is_lost:
         return Line(logging.INFO, f"{_name(was.peer)} left")
-    return Line(logging.WARNING, f"{_name(was.peer)} is gone: it was stopped, or it died")
+    return Line(logging.WARNING, f"{_name(was.peer)} is lost: it went without a goodbye")
 
 
 def _change(was: Seen | None, seen: Seen) -> Line | None:

@@ -21,6 +21,8 @@ from kvass.common.pool.pool import BlockPool
 from kvass.common.rpc.server import Handler, Server, accept, listen
 from kvass.common.wire import Message
 
+DETERMINISTIC = "deterministic"  # what a worker says of its arithmetic: "yes" or "no"
+
 
 @dataclass(frozen=True, slots=True)
 class Means:
@@ -45,6 +47,7 @@ async def open_means(config: Config, worker: WorkerConfig, role: str) -> AsyncIt
 async def serve_calls(
     config: Config,
     member: Member,
+    means: Means,
     handlers: Mapping[type[Message], Handler],
     task_status: anyio.abc.TaskStatus[str],
 ) -> None:
@@ -53,7 +56,7 @@ async def serve_calls(
     server = Server(member.hello, handlers, member.credentials)
     async with listener, anyio.create_task_group() as tasks:
         tasks.start_soon(accept, listener, server.serve_connection)
-        await member.announce(address)
+        await member.announce(address, details={DETERMINISTIC: _yes_or_no(means.engine)})
         task_status.started(address)
 
 
@@ -82,9 +85,13 @@ def pool_load(means: Means) -> dict[str, int | float | str]:
         "cached_blocks": pool.counts()["cached"],
         "prefill_tokens_s": round(costs.tokens_per_s, 1),
         "pull_bytes_s": round(costs.bytes_per_s),
-        "deterministic": "yes" if engine.deterministic else "no",
+        DETERMINISTIC: _yes_or_no(engine),
         "deterministic_reason": engine.deterministic_reason,
     }
+
+
+def _yes_or_no(engine: Engine) -> str:
+    return "yes" if engine.deterministic else "no"
 
 
 def watch(

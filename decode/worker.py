@@ -209,7 +209,7 @@ async def serve(
             tasks.start_soon(member.follow, "store", lambda peers: store.set_nodes(nodes_of(peers)))
             tasks.start_soon(offerer.run)
             tasks.start_soon(loop.run)
-            await serve_calls(config, member, service.handlers(), task_status)
+            await serve_calls(config, member, means, service.handlers(), task_status)
 
 
 def _load(means: Means, loop: DecodeLoop, queue_requests: int) -> dict[str, int | float | str]:
@@ -217,6 +217,7 @@ def _load(means: Means, loop: DecodeLoop, queue_requests: int) -> dict[str, int 
     return {
         **pool_load(means),
         "running": len(loop.scheduler.admitted),
+        "running_max": loop.scheduler.batch_requests,
         "waiting": len(loop.scheduler.waiting),
         "waiting_max": queue_requests,
         "waiting_tokens": loop.waiting_tokens(),

@@ -30,9 +30,11 @@ from kvass.common.model.identity import cluster_fields, layout_of, max_model_len
 from kvass.common.model.spec import load_spec
 from kvass.common.model.tokenizer import Tokenizer
 from kvass.common.rpc.dial import Dialer
+from kvass.gateway.admission import Admission
 from kvass.gateway.api_keys import ApiKeys, load_keys
 from kvass.gateway.ask import Served
-from kvass.gateway.fleet import Admission, Fleet
+from kvass.gateway.fair import FairQueue
+from kvass.gateway.fleet import Fleet
 from kvass.gateway.routes import create_app
 from kvass.gateway.server import HttpServer, bind
 from kvass.kvstore.client.store import open_client
@@ -86,6 +88,11 @@ async def serve(
             "gateway.api_keys_file is set and KVASS_SALT_SECRET is not: tenants' blocks have names "
             "of their own, which whoever knows a tenant's name and texts can compute"
         )
+    if keys and not keys.operators:
+        _log.warning(
+            "%s has no [operators]: nobody may look at /v1/cluster, and `kvass status` can not",
+            config.gateway.api_keys_file,
+        )
     life = _Life()
     with bind(config.gateway.host, config.gateway.port) as bound:
         async with anyio.create_task_group() as told:
@@ -124,7 +131,7 @@ async def _serve(
     life: _Life,
     task_status: TaskStatus[str],
 ) -> None:
-    admission = Admission()
+    admission = Admission(queue=FairQueue(config.store.tenant_weights))
     async with (
         Member(
             config,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from contextlib import AbstractAsyncContextManager
 
 import anyio
 from starlette.responses import Response
@@ -76,12 +77,17 @@ class Exchange(Response):
 
     async def _serve(self, send: Send) -> None:
         try:
-            with self._fleet.admission.admit(self._choices()):
+            async with self._admitted():
                 await self._answer(await self._asks(), send)
             self._watch.served(self._usage, self._hit_rate)
         except errors.KvassError as error:
             await self._fail(error, send)
             self._watch.ended(outcome_of(error))
+
+    def _admitted(self) -> AbstractAsyncContextManager[None]:
+        fleet = self._fleet
+        wait_s = max(self._end_s - fleet.clock.now_s(), 0.0)
+        return fleet.admission.admit(self._tenant, self._choices(), fleet.room, wait_s=wait_s)
 
     def _choices(self) -> int:
         prompts = len(self._form.prompt) if isinstance(self._form, CompletionRequest) else 1

@@ -24,12 +24,11 @@ from kvass.common.model.identity import namespace_in
 from kvass.common.rpc.client import Client
 from kvass.common.rpc.dial import Dialer
 from kvass.common.wire import Range
+from kvass.gateway.admission import Admission, Room
 from kvass.gateway.ask import Served
 from kvass.gateway.route import Affinity, Worker
 
 PATROL_S = 0.25  # a lost peer is given up within the membership's 3 s and this
-# Choices in flight in this process. One connection carries 1,024 calls, and each choice is one.
-CHOICES_MAX = 1024
 
 
 class Members(Protocol):
@@ -73,27 +72,6 @@ class InFlight:
 
 
 @dataclass(slots=True, eq=False)
-class Admission:
-    """How many choices this process serves at once. Mutable field: `choices`."""
-
-    choices_max: int = CHOICES_MAX
-    choices: int = 0
-
-    @contextmanager
-    def admit(self, choices: int) -> Iterator[None]:
-        """Take room for an answer's choices; raises Overloaded where there is none."""
-        if self.choices and self.choices + choices > self.choices_max:
-            raise errors.Overloaded(
-                f"{self.choices} answers are in flight here; at most {self.choices_max} may be"
-            )
-        self.choices += choices
-        try:
-            yield
-        finally:
-            self.choices -= choices
-
-
-@dataclass(slots=True, eq=False)
 class Fleet:
     """Everything that the requests of one gateway share.
 
@@ -117,6 +95,23 @@ class Fleet:
         """Return the views of a role's live workers; what this process sent since their last load
         is counted in."""
         return [self._view(peer) for peer in self.members.live(role)]
+
+    def room(self) -> Room | None:
+        """Return how many choices the decode workers have room for; None while they have not said.
+
+        Their batches twice, so that none is empty while the next ones are looked up, and the rest
+        waits here; where several gateways serve, each takes its part.
+        """
+        live = self.members.live("decode")
+        workers = [Worker.of_load(p.member_id, p.start_id, self.members.load_of(p)) for p in live]
+        if not workers or not all(worker.running_max for worker in workers):
+            return None
+        batches = sum(worker.running_max for worker in workers)
+        queues = sum(worker.waiting_max for worker in workers)
+        gateways = self.members.live("gateway")
+        serving = sum(bool(self.members.load_of(peer).get("running")) for peer in gateways)
+        served = (batches + min(batches, queues)) // max(serving, 1)
+        return Room(max(served, 1), batches + queues)
 
     def namespace(self) -> Namespace | None:
         """Return what the workers' keys begin with: it depends on their device, so they say it."""
@@ -209,11 +204,3 @@ class Fleet:
     def why_not_ready(self) -> str:
         """Return why no completion can be served now; empty if one can."""
         return "" if self.members.live("decode") else "no decode worker is ready"
-
-    def degraded(self) -> list[str]:
-        """Return what is absent that completions do without, at a cost."""
-        costs: dict[Role, str] = {
-            "prefill": "no prefill worker is ready: decode workers compute prompts",
-            "store": "no store node is ready: only what a decode worker holds itself is reused",
-        }
-        return [cost for role, cost in costs.items() if not self.members.live(role)]

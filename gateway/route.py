@@ -35,6 +35,7 @@ class Worker:
     waiting: int = 0
     waiting_tokens: int = 0  # prompt tokens that are queued or unfinished
     waiting_max: int = 0  # how many may wait; 0: it did not say
+    running_max: int = 0  # how many it serves at once; 0: it did not say
     total_blocks: int = 0  # of its pool; 0: it did not say
     prefill_tokens_s: float = PREFILL_TOKENS_S
     has_measured: bool = False  # prefill_tokens_s is its own figure
@@ -55,6 +56,7 @@ class Worker:
             waiting=int(number("waiting", 0)),
             waiting_tokens=int(number("waiting_tokens", 0)),
             waiting_max=int(number("waiting_max", 0)),
+            running_max=int(number("running_max", 0)),
             total_blocks=int(number("total_blocks", 0)),
             prefill_tokens_s=number("prefill_tokens_s", PREFILL_TOKENS_S),
             has_measured=number("prefill_tokens_s", 0) > 0,

@@ -6,6 +6,7 @@ It refuses to know how a completion comes about (exchange, session) and how this
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 import anyio
@@ -16,8 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from kvass.common import errors
-from kvass.common.membership import Entry
-from kvass.gateway import replies
+from kvass.gateway import overview, replies
 from kvass.gateway.api_keys import ApiKeys
 from kvass.gateway.exchange import Exchange
 from kvass.gateway.fleet import Fleet
@@ -34,8 +34,9 @@ STATS_S = 1.0
 def create_app(
     fleet: Fleet, registry: CollectorRegistry, *, cluster_name: str, keys: ApiKeys | None = None
 ) -> FastAPI:
-    """Build the application over one fleet. `keys` are asked for by what tenants use: all but the
-    operator's pages."""
+    """Build the application over one fleet. Where there are `keys`, tenants' are asked for by what
+    tenants use, and operators' by `/v1/cluster`; `/health` and `/metrics` are for probes, and open.
+    """
     keys = keys or ApiKeys({})
     app = FastAPI(title="Kvass", docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -51,7 +52,8 @@ def create_app(
     app.add_exception_handler(Exception, _answer_bug)
     _add_completions(app, fleet, keys)
     _add_models(app, fleet, keys)
-    _add_operations(app, fleet, registry, cluster_name)
+    _add_probes(app, fleet, registry)
+    _add_cluster(app, fleet, cluster_name, keys)
     return app
 
 
@@ -91,21 +93,27 @@ def _add_models(app: FastAPI, fleet: Fleet, keys: ApiKeys) -> None:
         return _json(200, replies.model(served.name, served.created_s, served.window))
 
 
-def _add_operations(
-    app: FastAPI, fleet: Fleet, registry: CollectorRegistry, cluster_name: str
-) -> None:
+def _add_probes(app: FastAPI, fleet: Fleet, registry: CollectorRegistry) -> None:
     @app.get("/health")
     async def health() -> Response:
         why_not = fleet.why_not_ready()
         if why_not:
             return _json(503, {"status": "unavailable", "reason": why_not})
-        return _json(200, {"status": "ok", "degraded": fleet.degraded()})
+        return _json(200, {"status": "ok", "degraded": _degraded(fleet)})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        fleet.metrics.running.set(fleet.admission.choices)
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _add_cluster(app: FastAPI, fleet: Fleet, cluster_name: str, keys: ApiKeys) -> None:
+    table = fleet.members.table
 
     @app.get("/v1/cluster")
-    async def cluster() -> Response:
-        now_s = fleet.clock.now_s()
-        table, namespace = fleet.members.table, fleet.namespace()
-        members = [_member(each, table.is_live(each, now_s)) for each in table.entries()]
+    async def cluster(request: Request) -> Response:
+        _require_operator(request, keys)
+        namespace = fleet.namespace()
         return _json(
             200,
             {
@@ -115,37 +123,35 @@ def _add_operations(
                 # What all keys begin with; empty while no worker is ready.
                 "namespace": namespace.hex() if namespace else "",
                 # As at /health: why nothing can be asked now, and what is done without.
-                "degraded": [why for why in (fleet.why_not_ready(), *fleet.degraded()) if why],
-                "members": members,
+                "degraded": [why for why in (fleet.why_not_ready(), *_degraded(fleet)) if why],
+                "members": overview.members(table, fleet.clock.now_s(), time.time()),
                 # One entry a node that answers, with its id.
                 "store": [dict(counts) for counts in await fleet.store.stats(deadline_s=STATS_S)],
             },
         )
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        fleet.metrics.running.set(fleet.admission.choices)
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+    @app.delete("/v1/cluster/lost/{member_id}")
+    async def forget(request: Request, member_id: str) -> Response:
+        _require_operator(request, keys)
+        if not table.forget_lost(member_id):
+            lost = ", ".join(each.peer.member_id for each in table.lost(fleet.clock.now_s()))
+            raise errors.Invalid(
+                f"no member {member_id!r} is remembered as lost; there are: {lost or 'none'}",
+                http_status=404,
+            )
+        return _json(200, {"forgotten": member_id})
+
+
+def _degraded(fleet: Fleet) -> list[str]:
+    return overview.degraded(fleet.members.table, fleet.clock.now_s(), time.time())
+
+
+def _require_operator(request: Request, keys: ApiKeys) -> None:
+    keys.require_operator(request.headers.get("authorization", ""))
 
 
 def _tenant(request: Request, keys: ApiKeys) -> str:
     return keys.tenant(request.headers.get("authorization", ""))
-
-
-def _member(entry: Entry, is_live: bool) -> dict[str, object]:
-    peer = entry.peer
-    return {
-        "role": peer.role,
-        "id": peer.member_id,
-        "start_id": peer.start_id,
-        "host_id": peer.host_id,
-        "pid": peer.pid,
-        "address": peer.address,
-        "metrics_address": peer.metrics_address,
-        "state": peer.state if is_live else "lost",
-        "load": dict(entry.load),
-        "details": dict(peer.details),
-    }
 
 
 async def _read_body(request: Request, size_max: int) -> bytes:

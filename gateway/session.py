@@ -32,7 +32,6 @@ from kvass.gateway.replies import Usage
 
 _log = logging.getLogger(__name__)
 
-STAGE_S = 2.0  # in which a worker pulls what the lookup has found, unless it has a queue
 LOOKUP_S = 0.25  # a store node that takes longer is slower than computing the prompt's first blocks
 DECODE_ATTEMPTS = 4  # a request that ends four workers is the likelier culprit
 PREFILL_ATTEMPTS = 2  # then decode computes: a third detour costs more than it saves
@@ -159,7 +158,10 @@ class Session:
             return []
         try:
             return await self._fleet.store.lookup(
-                self._chain, [(0, len(self._chain.keys))], deadline_s=LOOKUP_S, stage_s=STAGE_S
+                self._chain,
+                [(0, len(self._chain.keys))],
+                deadline_s=LOOKUP_S,
+                stage_s=self._fleet.config.stage_s,
             )
         except errors.KvassError as error:
             _log.info("lookup for %s: %s", self._ask.request_id, error)

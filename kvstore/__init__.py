@@ -7,7 +7,8 @@
     index/                     what a node decides: pure, no I/O
     eviction/                  which block goes first: pure, judged on traces
     flash/                     a node's second tier: a log on a local disk
+    objects/                   a third, shared one: objects in an S3-compatible bucket
     node/                      the process around them: calls, bytes, copies on other nodes
 
-Imports go one way: node -> client, flash -> what both share; index -> eviction.
+Imports go one way: node -> client, objects -> flash -> what all share; index -> eviction.
 """

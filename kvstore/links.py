@@ -1,13 +1,14 @@
 """One store node as a client sees it: its connection, the exchange of cards, and how it behaves.
 
-A node that does not answer is left alone for a while, so that one that hangs costs a deadline once
-and not at every call. It refuses to know which blocks are whose.
+A node that does not answer, or answers what cannot be an answer, is left alone for a while, so that
+one that hangs costs a deadline once and not at every call. It refuses to know which blocks are
+whose.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -95,6 +96,26 @@ class NodeLink:
                 await self.call(request, deadline_s=CLEAN_UP_S)
             except KvassError:
                 self.counts["tidy_failed"] += 1
+
+    def told(self, asked: Collection[int], *parts: m.Ranges) -> list[set[int]]:
+        """Return what an answer says of the blocks that were asked about, each in one part at most;
+        raises Unavailable for an answer that cannot be one to that, of which nothing is used."""
+        sizes = [stop - first for part in parts for first, stop in part]
+        if sum(sizes) <= len(asked) and min(sizes, default=1) > 0:
+            found = [{i for first, stop in part for i in range(first, stop)} for part in parts]
+            union = set().union(*found)
+            if len(union) == sum(sizes) and union.issubset(asked):
+                return found
+        raise self.wrong("it speaks of other blocks than it was asked about, or twice of one")
+
+    def wrong(self, why: str) -> Unavailable:
+        """Return what to raise for an answer that cannot be one: the node is left alone."""
+        self._shun("wrong")
+        return Unavailable(f"{self.node.member_id} answers wrong: {why}")
+
+    async def start_id(self, *, deadline_s: float) -> str:
+        """Return which start of the node answers now; raises KvassError."""
+        return (await self._connected(deadline_s)).peer.start_id
 
     async def ways(self, *, deadline_s: float) -> Ways:
         """Return how bytes go from and to the node, exchanging cards once a connection; raises

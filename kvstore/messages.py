@@ -19,18 +19,11 @@ from msgspec import Meta
 from kvass.common.transport.route import Way
 from kvass.common.transport.seam import EndpointCard, Loan
 from kvass.common.wire import KEYS_MAX as KEYS_MAX
-from kvass.common.wire import (
-    Done,
-    Key,
-    Message,
-    Name,
-    Natural,
-    Range,
-    Request,
-    Seconds,
-    Unsigned,
-)
+from kvass.common.wire import Done, Key, Message, Name, Natural, Range, Request, Seconds, Unsigned
 from kvass.common.wire import Ranges as Ranges
+from kvass.kvstore.erasure import ErasureId
+from kvass.kvstore.erasure import Exchange as Exchange
+from kvass.kvstore.erasure import Exchanged as Exchanged
 from kvass.kvstore.spans import SPANS_MAX as SPANS_MAX
 from kvass.kvstore.spans import Index as Index
 from kvass.kvstore.spans import Named as Named
@@ -85,8 +78,8 @@ class Attach(Request[Attached], frozen=True, tag="attach"):
 
 
 class Blocks(Message, frozen=True, tag="blocks"):
-    """Ranges of the asked blocks: those that are readable (or, of `pin`, pinned). `on_flash`: of
-    them, those that only flash has, which a `stage` brings up.
+    """Ranges of the asked blocks: those that are readable (or, of `pin`, pinned). `on_flash`,
+    `in_bucket`: of them, those that are only there, which a `stage` brings up.
 
     `hot` names segments that are read so much that their readers shall spread: over how many of
     the segment's nodes, in order.
@@ -95,6 +88,7 @@ class Blocks(Message, frozen=True, tag="blocks"):
     visible: Ranges
     hot: Annotated[tuple[Hot, ...], Meta(max_length=SPANS_MAX)] = ()
     on_flash: Ranges = ()
+    in_bucket: Ranges = ()
 
 
 class Lookup(Request[Blocks], frozen=True, tag="lookup"):
@@ -104,7 +98,7 @@ class Lookup(Request[Blocks], frozen=True, tag="lookup"):
 
 
 class Stage(Request[Done], frozen=True, tag="stage"):
-    """Bring those of these blocks into memory that only flash has: they will be asked for within
+    """Bring those of these blocks into memory that are only below it: they will be asked for within
     `deadline_s`. A hint: it is answered at once, and what exceeds a part of the memory is not
     brought."""
 
@@ -292,12 +286,14 @@ class Dropped(Message, frozen=True, tag="dropped"):
 
 
 class Drop(Request[Dropped], frozen=True, tag="drop"):
-    """Erase the blocks that match every criterion that is given; at least one must be."""
+    """Erase the blocks that match every criterion that is given; at least one must be. All nodes
+    are told the same `id`; without one a node makes one up."""
 
     namespace: Key | None = None
     tenant: Name | None = None
     writer: Name | None = None
     keys: Annotated[tuple[Key, ...], Meta(max_length=KEYS_MAX)] | None = None
+    id: ErasureId | None = None
 
 
 class Bar(Request[Dropped], frozen=True, tag="bar"):
@@ -306,6 +302,7 @@ class Bar(Request[Dropped], frozen=True, tag="bar"):
 
     writer: Name
     after: Annotated[tuple[Key, ...], Meta(max_length=KEYS_MAX)] = ()
+    id: ErasureId | None = None
 
 
 class TenantUse(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -353,21 +350,32 @@ class Describe(Request[Described], frozen=True, tag="describe"):
 
 
 class Filling(Message, frozen=True, tag="filling"):
-    """How many of the blocks are not here yet."""
+    """Which of the blocks, by their places in the request, are not here yet; and of those, which
+    shall spare what is here, and find no room."""
 
-    lacking: Natural
+    missing: Ranges = ()
+    full: Ranges = ()
 
 
 class Fill(Request[Filling], frozen=True, tag="fill"):
     """Take copies of these blocks, of any chains, from the store node `source`, if you have them
-    not. A hint: it is answered at once, and what exceeds a bounded queue is dropped."""
+    not; to `spare` what you have, into free room alone; `lasting`: on flash, too. A hint: it is
+    answered at once, and what exceeds a bounded queue is dropped."""
 
     source: Name
     spans: Spans
+    spare: bool = False
+    lasting: bool = False
+
+
+DrainHow = Literal["begin", "force", "cancel"]
 
 
 class Drain(Request[Done], frozen=True, tag="drain"):
-    """Take no more puts and claims, go on answering reads, and hand over what others lack."""
+    """Take no more puts and claims, go on answering reads, and hand over what others lack; with
+    `force`, leave with what they do not take. With `cancel`, go on as if nothing had been."""
+
+    how: DrainHow = "begin"
 
 
 STORE_REPLIES: tuple[type[Message], ...] = (
@@ -383,5 +391,6 @@ STORE_REPLIES: tuple[type[Message], ...] = (
     StatsReply,
     Described,
     Filling,
+    Exchanged,
     Done,
 )

@@ -16,20 +16,22 @@ import anyio.abc
 from kvass.common.clock import LoopClock
 from kvass.common.config import Config
 from kvass.common.costs import Costs
-from kvass.common.errors import DeadlineExceeded, Invalid, Overloaded
+from kvass.common.errors import DeadlineExceeded, Invalid, KvassError, Overloaded
 from kvass.common.keys import BlockKey, Chain, Salt
 from kvass.common.member import Member
+from kvass.common.membership import Role
 from kvass.common.metrics import AuditMetrics, BlockMetrics, WorkerMetrics
 from kvass.common.model import known_answer
-from kvass.common.model.block_error import ERROR_MAX, block_error, digest
+from kvass.common.model.block_error import block_error, digest
 from kvass.common.model.engine import Engine
 from kvass.common.pool.table import BlockTable
+from kvass.common.rpc.dial import Dialer
 from kvass.common.rpc.server import Call, Handler
-from kvass.common.wire import Done, Forget, Message, Prefill, PrefillProgress
+from kvass.common.wire import WORKER_REPLIES, Done, Forget, Message, Prefill, PrefillProgress, Tags
 from kvass.common.worker import Means, open_means, pool_load, serve_calls, watch
 from kvass.kvstore.client.store import StoreClient, open_client
 from kvass.kvstore.placement import nodes_of
-from kvass.prefill.audit import Auditor, Bench
+from kvass.prefill.audit import Arithmetic, Auditor, Bench
 from kvass.prefill.job import Resolver, Run
 from kvass.prefill.loop import PrefillLoop
 from kvass.prefill.publish import Publisher
@@ -37,6 +39,8 @@ from kvass.prefill.schedule import Job, Scheduler, due_s
 
 _log = logging.getLogger(__name__)
 
+FORGET_S = 2.0
+WORKERS: tuple[Role, ...] = ("prefill", "decode")  # they write blocks
 REPORT_S = 1.0  # a job that waits says so: its caller tells waiting from hanging by it
 
 
@@ -174,20 +178,28 @@ async def serve(
             running=lambda: scheduler.running,
             waiting=lambda: scheduler.waiting,
         )
-        auditor = _auditor(config, member, store, loop, means)
         await stack.enter_async_context(member)
         async with anyio.create_task_group() as tasks:
+            dialer = Dialer(tasks, member.hello, Tags(WORKER_REPLIES), member.credentials)
+            auditor = _auditor(config, member, store, loop, means, dialer)
             service = Service(
                 engine, loop, store, means.costs, queue_requests=worker.queue_requests
             )
             tasks.start_soon(member.follow, "store", lambda peers: store.set_nodes(nodes_of(peers)))
             tasks.start_soon(loop.run)
             tasks.start_soon(auditor.run)
-            await serve_calls(config, member, service.handlers(), task_status)
+            for role in WORKERS:
+                tasks.start_soon(member.follow, role, auditor.arithmetic.heard)
+            await serve_calls(config, member, means, service.handlers(), task_status)
 
 
 def _auditor(
-    config: Config, member: Member, store: StoreClient, loop: PrefillLoop, means: Means
+    config: Config,
+    member: Member,
+    store: StoreClient,
+    loop: PrefillLoop,
+    means: Means,
+    dialer: Dialer,
 ) -> Auditor:
     """Let the loop's served jobs be looked at again, in idle time."""
     engine, memory, layout = means.engine, means.engine.memory, means.engine.layout
@@ -196,20 +208,41 @@ def _auditor(
         steps=engine.runner,
         executor=means.compute,
         error=lambda one, other: block_error(memory, layout, one, other),
-        error_max=ERROR_MAX,
-        digest=lambda slots: digest(memory, slots),
+        deterministic=engine.deterministic,
+        digest=lambda slots: digest(memory, layout, slots),
         probe=known_answer.prompt(engine.spec),
         block_tokens=layout.block_tokens,
         chunk_tokens=config.prefill.chunk_tokens,
     )
-    share = config.prefill.audit_share
-    auditor = Auditor(member.hello.member_id, store, loop, bench, share)
+    auditor = Auditor(
+        name=member.hello.member_id,
+        store=store,
+        loop=loop,
+        bench=bench,
+        arithmetic=Arithmetic(),
+        empty_pools=lambda: _empty_pools(member, dialer),
+        share=config.prefill.audit_share,
+    )
     loop.on_served = auditor.served
     shown = AuditMetrics(member.registry)
     shown.blocks.read(lambda: auditor.right, "right")
     shown.blocks.read(lambda: auditor.wrong, "wrong")
     shown.barred.read(lambda: auditor.barred)
     return auditor
+
+
+async def _empty_pools(member: Member, dialer: Dialer) -> None:
+    """Let all workers, this one too, forget the blocks that they do not use; raises when one does
+    not answer."""
+    failures: list[KvassError] = []
+    for peer in [peer for role in WORKERS for peer in member.live(role)]:
+        try:
+            client = await dialer.client(peer.address)
+            await client.call(Forget(), deadline_s=FORGET_S)
+        except KvassError as error:
+            failures.append(error)  # the others are told all the same
+    if failures:
+        raise failures[0]
 
 
 def _load(means: Means, loop: PrefillLoop, queue_requests: int) -> dict[str, int | float | str]:

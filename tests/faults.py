@@ -31,13 +31,15 @@ FAULTS: dict[int, str] = {
     32: "The broker is away for a while.",
     33: "A worker hangs instead of dying.",
     36: "Another process has the address of one that is gone.",
+    38: "One tenant floods, and others wait behind all of it.",
     40: "A stop string, split over tokens, leaks its beginning or holds back too much.",
     41: "A character, split over tokens, comes out as a replacement character.",
     43: "`cached_tokens` counts what was computed, or not all that was not.",
     45: "A side door is open to whoever reaches it, or takes what it cannot know to be meant.",
     46: "A node with one segment of a long prompt dies, and all that follows is computed again.",
     47: "More long prompts are in flight than the store holds.",
+    48: "A worker with bad memory or a bad kernel stores wrong KV under right names.",
     49: "The last will of a member's earlier start comes after the presence of its next one.",
 }
 
-ON_PROCESSES = frozenset(FAULTS) - {17, 32}
+ON_PROCESSES = frozenset(FAULTS) - {17, 32, 38}

@@ -1,16 +1,23 @@
-"""Small blocks and a tiny log on a disk in memory, for the tests of the flash tier."""
+"""Small blocks and a tiny log on a disk in memory, for the tests of the flash tier; what it must
+serve, what it may; and threads that are late."""
 
 from __future__ import annotations
 
 import hashlib
 import random
-from functools import cache
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
 
 from kvass.common.block import BlockHeader
 from kvass.kvstore.checksum import sums
 from kvass.kvstore.flash.appender import InlineFutures
 from kvass.kvstore.flash.disk import PAGE, Disk, page_memory
 from kvass.kvstore.flash.log import FlashLog, LogSettings
+from kvass.kvstore.flash.memory_disk import MemoryDisk
+from kvass.kvstore.flash.records import DropOrder
 from kvass.kvstore.flash.table import pages_in
 
 SMALL = LogSettings(
@@ -57,8 +64,50 @@ def block_of(number: int) -> tuple[BlockHeader, memoryview]:
     return header_of(number), memoryview(payload_of(number))
 
 
-def open_log(disk: Disk, settings: LogSettings = SMALL, seed: int = 0) -> FlashLog:
-    return FlashLog(disk, settings, InlineFutures(), random.Random(seed).randbytes)
+class Late(Future[Any]):
+    """Done at the latest when somebody asks for it."""
+
+    def __init__(self, threads: LateFutures) -> None:
+        super().__init__()
+        self._threads = threads
+
+    def result(self, timeout: float | None = None) -> Any:
+        while not self.done():
+            self._threads.run_one()
+        return super().result()
+
+
+class LateFutures(Executor):
+    """Threads that come to their work in any order, as late as they may: what one has not begun
+    when the process dies is not done. Mutable field: `_waiting`."""
+
+    def __init__(self, chance: random.Random, eager: float = 0.3) -> None:
+        self._chance = chance
+        self._eager = eager
+        self._waiting: list[tuple[Late, Callable[[], object]]] = []
+
+    def submit(self, function: Any, /, *args: Any, **named: Any) -> Late:
+        future = Late(self)
+        self._waiting.append((future, partial(function, *args, **named)))
+        while self._waiting and self._chance.random() < self._eager:
+            self.run_one()
+        return future
+
+    def run_one(self) -> None:
+        at = self._chance.randrange(len(self._waiting))
+        future, work = self._waiting.pop(at)
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
+
+
+def open_log(
+    disk: Disk, settings: LogSettings = SMALL, seed: int = 0, *, late: bool = False
+) -> FlashLog:
+    chance = random.Random(seed)
+    threads = LateFutures(chance) if late else InlineFutures()
+    return FlashLog(disk, settings, threads, random.Random(seed).randbytes)
 
 
 def read(log: FlashLog, number: int) -> bytes | None:
@@ -76,3 +125,76 @@ def read(log: FlashLog, number: int) -> bytes | None:
         return None
     assert fetched.header == header_of(number)
     return bytes(target)
+
+
+def matches(order: DropOrder, number: int) -> bool:
+    header = header_of(number)
+    return (
+        order.namespace in (None, header.namespace)
+        and order.tenant in (None, header.tenant)
+        and order.writer in (None, header.writer)
+        and (order.keys is None or header.key in order.keys)
+    )
+
+
+@dataclass
+class Model:
+    """`sure` must be served, `possible` may be, nothing else; of these, `doomed` by a drop that was
+    not finished: the next start does that."""
+
+    sure: set[int] = field(default_factory=set)
+    log: FlashLog | None = None
+    possible: set[int] = field(default_factory=set)
+    doomed: set[int] = field(default_factory=set)
+
+    def see(self, what: str, name: str) -> None:
+        """What is given back to make room is nobody's loss, from the moment when it goes."""
+        if what == "remove" and self.log is not None:
+            self.sure &= self.here(self.log)
+
+    def step(self, log: FlashLog, what: str, value: object) -> None:
+        if what == "put":
+            assert isinstance(value, list)
+            self.possible.update(value)
+            assert log.append(block_of(number) for number in value) == len(value)
+            log.flush()
+            for number in value:
+                assert read(log, number) == payload_of(number), "what was appended is found"
+            self.doomed.difference_update(value)
+        elif what == "sync":
+            log.sync()
+            self.sure = self.here(log) - self.doomed
+        elif what == "use":
+            assert isinstance(value, int)
+            log.catalog.use([key_of(value)])
+        else:
+            assert isinstance(value, DropOrder)
+            hit = {number for number in self.possible if matches(value, number)}
+            self.sure -= hit
+            self.doomed |= hit
+            log.drop(value)
+            self.possible -= hit
+            self.doomed -= hit
+            assert not hit & self.here(log)
+
+    def here(self, log: FlashLog) -> set[int]:
+        return {number for number in range(31) if log.catalog.find([key_of(number)])[0]}
+
+    def check(self, log: FlashLog) -> None:
+        for number in range(31):
+            found = read(log, number)
+            assert found in (None, payload_of(number)), "wrong bytes"
+            assert found is None or number in self.possible, "what was erased came back"
+            assert found is not None or number not in self.sure, "what was synced is lost"
+        used = sum(each.head.size for each in log.catalog.segments.values())
+        assert used <= SMALL.flash_bytes
+        live = sum(each.live_pages for each in log.catalog.segments.values())
+        assert live == sum(p & 0xFFFF for p in log.catalog.find([key_of(n) for n in range(31)]))
+
+
+def check_erased(disk: MemoryDisk, possible: set[int]) -> None:
+    """No byte of what may not be there is there, in any file."""
+    for content in disk.files.values():
+        for number in set(range(31)) - possible:
+            assert payload_of(number)[16:48] not in content.data, f"{number} was not overwritten"
+            assert key_of(number) not in content.data, f"the name of {number} is still there"

@@ -25,9 +25,10 @@ from kvass.common.rpc.dial import Dialer
 from kvass.common.rpc.hello import Hello
 from kvass.common.rpc.server import Call, Handler, Server, listen
 from kvass.common.wire import Delta, Done, Generate, Prefill, PrefillOver, PrefillProgress, Range
+from kvass.gateway.admission import Admission
 from kvass.gateway.api_keys import ApiKeys
 from kvass.gateway.ask import Served
-from kvass.gateway.fleet import Admission, Fleet
+from kvass.gateway.fleet import Fleet
 from kvass.gateway.routes import create_app
 from kvass.gateway.server import HttpServer, bind
 from trust import CREDENTIALS
@@ -184,6 +185,7 @@ class ScriptedStore:
     """What the gateway asks of the store, answered from a set of block indices."""
 
     def __init__(self) -> None:
+        self.staged_s: list[float] = []
         self.stored: set[int] = set()
         self.lookups: list[Chain] = []
         self.released: list[str] = []
@@ -193,6 +195,7 @@ class ScriptedStore:
         self, chain: Chain, ranges: Iterable[Range], *, deadline_s: float, stage_s: float = 0.0
     ) -> list[Range]:
         self.lookups.append(chain)
+        self.staged_s.append(stage_s)
         if self.error is not None:
             raise self.error
         return ranges_of(sorted(i for i in self.stored if i < len(chain.keys)))

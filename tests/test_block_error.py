@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvass.common.block import BlockLayout, KvDtype
-from kvass.common.model.block_error import ERROR_MAX, block_error, digest
+from kvass.common.model.block_error import block_error, digest
 from kvass.common.pool.memory import SlotMemory
 
 
@@ -42,8 +42,8 @@ def test_what_is_equal_is_and_another_block_is_far_off(kv_dtype: KvDtype) -> Non
     memory, layout = memory_of(kv_dtype)
     memory.tensor[1] = memory.tensor[0]
     assert block_error(memory, layout, 0, 1) == 0.0
-    assert digest(memory, [0]) == digest(memory, [1]) != digest(memory, [2])
-    assert block_error(memory, layout, 0, 2) > 2 * ERROR_MAX
+    assert digest(memory, layout, [0]) == digest(memory, layout, [1]) != digest(memory, layout, [2])
+    assert block_error(memory, layout, 0, 2) > 2
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp8", "int8", "bf16"])
@@ -62,17 +62,38 @@ def test_codes_that_round_the_other_way_are_within_the_bound(kv_dtype: KvDtype) 
         )
     else:
         low ^= 1
-    assert 0 < block_error(memory, layout, 0, 1) <= ERROR_MAX
+    assert 0 < block_error(memory, layout, 0, 1) <= 1
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp8", "int8", "bf16"])
-def test_one_token_of_one_head_that_is_another_is_out_of_it(kv_dtype: KvDtype) -> None:
+@pytest.mark.parametrize("value", [False, True])
+def test_one_head_of_one_layer_that_is_another_is_out_of_it(kv_dtype: KvDtype, value: bool) -> None:
     memory, layout = memory_of(kv_dtype)
     memory.tensor[1] = memory.tensor[0]
-    start = layout.record_offset(0, 0, False)
-    row = layout.codes_size // (2 * 16)
-    memory.tensor[1, start : start + row] = memory.tensor[2, start : start + row]
-    assert block_error(memory, layout, 0, 1) > ERROR_MAX
+    start, size = layout.record_offset(0, 1, value), layout.codes_size // 2
+    memory.tensor[1, start : start + size] = memory.tensor[0, start + size : start + 2 * size]
+    assert block_error(memory, layout, 0, 1) > 2
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8", "int8", "bf16"])
+@pytest.mark.parametrize("head_groups", [1, 2])
+def test_any_one_bit_is_an_error_and_padding_is_none(kv_dtype: KvDtype, head_groups: int) -> None:
+    layout = BlockLayout(
+        layers=1, kv_heads=2, head_dim=8, block_tokens=3, kv_dtype=kv_dtype, head_groups=head_groups
+    )
+    memory = SlotMemory(layout, 2)
+    meant = set()
+    for group in range(head_groups):
+        for value in (False, True):
+            start = layout.record_offset(group, 0, value)
+            meant |= set(range(start, start + layout.codes_size + layout.scales_size))
+    assert len(meant) < layout.block_size
+    known = digest(memory, layout, [0])
+    for place in range(layout.block_size):
+        memory.tensor[1, place] = 128  # zeros: of a code it is the sign, which no number tells
+        assert (block_error(memory, layout, 0, 1) > 0) == (place in meant)
+        assert (digest(memory, layout, [1]) != known) == (place in meant)
+        memory.tensor[1, place] = 0
 
 
 def test_what_is_no_number_is_out_of_any_bound() -> None:

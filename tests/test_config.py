@@ -52,8 +52,11 @@ def test_bare_words(override: str, read: str | None) -> None:
         ("transport.transfer_timeout_s=1", "no setting transport.transfer_timeout_s"),
         ("decode.threads=-3", "decode.threads is -3; expected 0 to"),
         ("prefill.threads=100000", "prefill.threads is 100000; expected 0 to"),
+        ("gateway.stage_s=-1", "gateway.stage_s is -1.* expected 0 to"),
         ("gateway.port=70000", "gateway.port is 70000; expected 0 to 65535"),
-        ("store.slab_bytes=0", "store.slab_bytes is 0; expected at least 1"),
+        ("store.slab_bytes=0", "store.slab_bytes is 0; expected at least 1048576"),
+        ("store.slab_bytes=1", "store.slab_bytes is 1; expected at least 1048576: it must hold bl"),
+        ("store.flash_bytes=0", "store.flash_bytes is 0; expected at least 1"),
         ("store.slab_bytes=8 furlongs", "store.slab_bytes is '8 furlongs'; expected bytes"),
         ("cluster=1", "cluster"),
         ("host.a=1", "host"),
@@ -71,6 +74,14 @@ def test_bare_words(override: str, read: str | None) -> None:
         ("store.hold_s=nan", "store.hold_s is nan"),
         ("store.scrub_s=inf", "store.scrub_s is inf"),
         ("store.flash_unsynced_bytes=-1", "store.flash_unsynced_bytes is -1"),
+        ("store.bucket_bytes=0", "store.bucket_bytes is 0"),
+        ("store.bucket=kv", "store.bucket is 'kv'; expected s3://bucket or s3://bucket/prefix"),
+        ("store.bucket=s3://", "store.bucket is 's3://'"),
+        ("store.bucket=s3://Key:secret@host/kv", "store.bucket is"),
+        ("store.bucket=s3://kv/../other", "store.bucket is"),
+        ("store.bucket=s3://kv//other", "store.bucket is"),
+        ("store.bucket=https://kv/other", "store.bucket is"),
+        ("store.bucket=s3://kv/" + 300 * "a", "up to 300 of them"),
     ],
 )
 def test_what_is_wrong_is_named(override: str, reason: str) -> None:
@@ -78,12 +89,17 @@ def test_what_is_wrong_is_named(override: str, reason: str) -> None:
         config.load(None, [override])
 
 
+@pytest.mark.parametrize("address", ["s3://kv1", "s3://kv1/", "s3://my.kv-1/a/b_c.d-e"])
+def test_buckets(address: str) -> None:
+    assert config.load(None, [f"store.bucket={address}"]).store.bucket == address
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [("8GiB", 8 << 30), ("512 MiB", 512 << 20), ("'1.5KiB'", 1536), ("2kB", 2000), ("77", 77)],
 )
 def test_sizes_may_have_units(text: str, size: int) -> None:
-    assert config.load(None, [f"store.slab_bytes={text}"]).store.slab_bytes == size
+    assert config.load(None, [f"gateway.body_bytes_max={text}"]).gateway.body_bytes_max == size
 
 
 @pytest.mark.parametrize("text", ["[cluster", "[cluster]\nnmae = 1\n", "\x00"])

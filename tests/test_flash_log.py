@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -19,7 +19,9 @@ from flash_model import (
     SMALL,
     TENANTS,
     WRITERS,
+    Model,
     block_of,
+    check_erased,
     header_of,
     key_of,
     open_log,
@@ -32,6 +34,7 @@ from kvass.kvstore.flash.log import FlashLog
 from kvass.kvstore.flash.memory_disk import Killed, MemoryDisk
 from kvass.kvstore.flash.records import DropOrder, record_head
 from kvass.kvstore.flash.segment import name_of
+from kvass.kvstore.flash.table import hash_of, hashes_of
 
 NUMBERS = st.integers(0, 30)
 DEATHS, SOAKED = 20, 1000  # writes of a history; examples from which on it is a soak
@@ -54,80 +57,13 @@ OTHERS = st.one_of(
 STEPS = st.lists(st.one_of(PUTS, PUTS, OTHERS), min_size=1, max_size=25)
 
 
-def matches(order: DropOrder, number: int) -> bool:
-    header = header_of(number)
-    return (
-        order.namespace in (None, header.namespace)
-        and order.tenant in (None, header.tenant)
-        and order.writer in (None, header.writer)
-        and (order.keys is None or header.key in order.keys)
-    )
-
-
-@dataclass
-class Model:
-    """`sure` must be served, `possible` may be, nothing else."""
-
-    sure: set[int] = field(default_factory=set)
-    log: FlashLog | None = None
-    possible: set[int] = field(default_factory=set)
-
-    def see(self, what: str, name: str) -> None:
-        """What is given back to make room is nobody's loss, from the moment when it goes."""
-        if what == "remove" and self.log is not None:
-            self.sure &= self.here(self.log)
-
-    def step(self, log: FlashLog, what: str, value: object) -> None:
-        if what == "put":
-            assert isinstance(value, list)
-            self.possible.update(value)
-            assert log.append(block_of(number) for number in value) == len(value)
-            log.flush()
-            for number in value:
-                assert read(log, number) == payload_of(number), "what was appended is found"
-        elif what == "sync":
-            log.sync()
-            self.sure = self.here(log)
-        elif what == "use":
-            assert isinstance(value, int)
-            log.catalog.use([key_of(value)])
-        else:
-            assert isinstance(value, DropOrder)
-            hit = {number for number in self.possible if matches(value, number)}
-            self.sure -= hit
-            log.drop(value)
-            self.possible -= hit
-            assert not hit & self.here(log)
-
-    def here(self, log: FlashLog) -> set[int]:
-        return {number for number in range(31) if log.catalog.find([key_of(number)])[0]}
-
-    def check(self, log: FlashLog) -> None:
-        for number in range(31):
-            found = read(log, number)
-            assert found in (None, payload_of(number)), "wrong bytes"
-            assert found is None or number in self.possible, "what was erased came back"
-            assert found is not None or number not in self.sure, "what was synced is lost"
-        used = sum(each.head.size for each in log.catalog.segments.values())
-        assert used <= SMALL.flash_bytes
-        live = sum(each.live_pages for each in log.catalog.segments.values())
-        assert live == sum(p & 0xFFFF for p in log.catalog.find([key_of(n) for n in range(31)]))
-
-
-def check_erased(disk: MemoryDisk, possible: set[int]) -> None:
-    """No byte of what may not be there is there, in any file."""
-    for content in disk.files.values():
-        for number in set(range(31)) - possible:
-            assert payload_of(number)[16:48] not in content.data, f"{number} was not overwritten"
-            assert key_of(number) not in content.data, f"the name of {number} is still there"
-
-
 @given(
     lives=st.lists(st.tuples(STEPS, st.integers(0, 400_000), st.booleans()), max_size=4),
     seed=st.integers(0, 1 << 30),
+    late=st.booleans(),
 )
 def test_after_any_death(
-    lives: list[tuple[list[tuple[str, object]], int, bool]], seed: int
+    lives: list[tuple[list[tuple[str, object]], int, bool]], seed: int, late: bool
 ) -> None:
     disk, model, chance = MemoryDisk(), Model(), random.Random(seed)
     disk.refuses = model.see
@@ -135,7 +71,7 @@ def test_after_any_death(
         disk.budget = budget
         try:
             model.log = None
-            model.log = log = open_log(disk, seed=seed + life)
+            model.log = log = open_log(disk, seed=seed + life, late=late)
             model.check(log)
             for what, value in steps:
                 model.step(log, what, value)
@@ -383,3 +319,9 @@ def test_a_record_inside_a_payload_is_none(file_id: bytes | None, page: int) -> 
     log.flush()
     again = open_log(disk, seed=1)
     assert read(again, 0) == payload_of(0) and len(again.catalog) == 1
+
+
+@given(keys=st.lists(st.binary(min_size=32, max_size=32), min_size=1, max_size=4))
+def test_one_key_is_hashed_as_many_are(keys: list[bytes]) -> None:
+    keys = [bytes(32), (1).to_bytes(32, "little"), *keys]
+    assert [hash_of(key) for key in keys] == hashes_of(keys).tolist()

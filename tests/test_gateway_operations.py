@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -13,6 +14,8 @@ import pytest
 
 from gateway_stage import ANSWER, MODEL, Stage, a_gateway, until
 from kvass.common.config import GatewayConfig
+from kvass.common.membership import ROLES, NodeTable, Peer, State
+from kvass.gateway import overview
 
 pytestmark = pytest.mark.anyio
 TOKENS = len(ANSWER.encode())
@@ -126,6 +129,52 @@ async def test_health_cluster_and_metrics(stage: Stage) -> None:
     assert f"kvass_inter_token_latency_seconds_count {TOKENS - 1}.0" in text
     assert "kvass_e2e_request_latency_seconds_count 1.0" in text
     assert "kvass_request_prompt_tokens_total 30.0" in text
+
+
+async def test_a_lost_member_is_shown_until_it_is_forgotten() -> None:
+    async with a_gateway(prefills=1) as stage, httpx.AsyncClient(base_url=stage.url) as client:
+        table, lost = stage.members.table, stage.prefill
+        table.saw_gone(lost.hello.start_id)
+        health = (await client.get("/health")).json()
+        said = next(each for each in health["degraded"] if "prefill-0" in each)
+        assert health["status"] == "ok" and lost.address not in str(health)
+        assert re.search(r"prefill-0 is lost since \d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ: ", said)
+        cluster = (await client.get("/v1/cluster")).json()
+        shown = next(each for each in cluster["members"] if each["id"] == "prefill-0")
+        assert shown["state"] == "lost" and shown["lost_since"] in said
+        assert "lost_since" not in cluster["members"][0]
+        unknown = await client.delete("/v1/cluster/lost/decode-0")
+        assert unknown.status_code == 404 and "prefill-0" in unknown.text
+        assert (await client.delete("/v1/cluster/lost/prefill-0")).status_code == 200
+        assert "is lost" not in (await client.get("/health")).text
+
+
+def test_fewer_nodes_than_copies_is_degraded() -> None:
+    table = NodeTable(ROLES)
+    table.link_up(-60.0)
+
+    def short(now_s: float) -> list[str]:
+        said = overview.degraded(table, now_s, 1e9)
+        return [each for each in said if "store.replicas" in each]
+
+    def node(name: str, **details: int) -> None:
+        state: State = "ready"
+        peer = Peer("store", name, name, "h", 1, state, 1.0, "a:1", details=dict(details))
+        table.saw_presence(peer, 0.0)
+
+    node("a", replicas=2)
+    assert "store.replicas is 2, and the store nodes that take blocks are 1" in short(0.0)[0]
+    node("b", replicas=2)
+    assert short(0.0) == []
+    node("b", replicas=2, draining=1)
+    assert len(short(0.0)) == 1
+    node("b", replicas=2)
+    table.saw_gone("b")
+    assert len(short(0.0)) == 1
+    assert any(
+        "store b is lost since 2001-09-09T01:46:40Z" in e
+        for e in overview.degraded(table, 0.0, 1e9)
+    )
 
 
 async def test_draining_lets_answers_end() -> None:

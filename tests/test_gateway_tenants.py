@@ -12,18 +12,12 @@ import pytest
 
 from gateway_stage import MODEL, Stage, a_gateway
 from kvass.common.errors import Invalid
-from kvass.common.event_loop import BACKEND, BACKEND_OPTIONS
 from kvass.gateway.api_keys import ApiKeys, load_keys
 
 pytestmark = pytest.mark.anyio
 ALICE, BOB, BOB_TOO = "sk-alice-0123456789abcdef", "sk-bob-0123456789abcdef", "sk-bob-fedcba987654"
 ASK = {"model": MODEL, "prompt": "x" * 30, "max_tokens": 100}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello, whoever you are"}]}
-
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, object]]:
-    return BACKEND, dict(BACKEND_OPTIONS)
 
 
 def keys_file(tmp_path: Path, text: str) -> str:
@@ -101,6 +95,32 @@ async def test_a_clients_own_salt_never_makes_it_another_tenant(stage: Stage) ->
     assert len({each.salt for each in requests}) == 4
 
 
+async def test_the_cluster_is_shown_to_operators_alone(tmp_path: Path) -> None:
+    text = f'alice=["{ALICE}"]\n[operators]\non_call=["{BOB}"]'
+    async with a_gateway(keys=load_keys(keys_file(tmp_path, text))) as stage:
+
+        async def status(path: str, key: str, method: str = "GET") -> int:
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            async with httpx.AsyncClient(base_url=stage.url, headers=headers) as client:
+                return (await client.request(method, path)).status_code
+
+        for path, method in (("/v1/cluster", "GET"), ("/v1/cluster/lost/d", "DELETE")):
+            assert await status(path, "", method) == 401
+            assert await status(path, "sk-wrong-0123456789abcdef", method) == 401
+            assert await status(path, ALICE, method) == 403
+        assert await status("/v1/cluster", BOB) == 200
+        assert await status("/v1/cluster/lost/d", BOB, "DELETE") == 404
+        assert (await post(stage, "/v1/completions", ASK, BOB)).status_code == 403
+        assert await status("/health", "") == await status("/metrics", "") == 200
+
+
+async def test_where_no_operator_is_named_the_cluster_is_shown_to_nobody(stage: Stage) -> None:
+    headers = {"authorization": f"Bearer {ALICE}"}
+    async with httpx.AsyncClient(base_url=stage.url, headers=headers) as client:
+        response = await client.get("/v1/cluster")
+    assert response.status_code == 403 and "[operators]" in response.json()["error"]["message"]
+
+
 async def test_without_a_file_no_key_is_asked_for() -> None:
     async with a_gateway(keys=load_keys("")) as stage:
         assert (await post(stage, "/v1/completions", ASK, "anything")).status_code == 200
@@ -116,6 +136,12 @@ async def test_without_a_file_no_key_is_asked_for() -> None:
         ('alice = ["sha256:abc"]', "64 hex digits"),
         (f'alice = ["{ALICE}"]\nbob = ["{ALICE}"]', "the same key"),
         ("alice = [", "is no TOML"),
+        (f'x = ["{ALICE}"]\ny ? 3', "is no TOML in line 2"),
+        (f'alice = ["{ALICE}"]\n"alice" = ["{BOB}"]', 'names "alice" twice, in lines 1 and 2'),
+        (f'a = ["{ALICE}"]\n[operators]\na = [\n"{BOB}"]\na = ["x"]', "in lines 3 and 5"),
+        (f'operators = ["{ALICE}"]', "operators is no tenant's name"),
+        (f'a = ["{ALICE}"]\n[operators]\nb = ["{ALICE}"]', "the operator 'b' have the same key"),
+        (f'[operators]\nb = ["{ALICE}"]', "0 keys"),
     ],
 )
 def test_a_bad_file_is_refused_and_no_key_is_shown(

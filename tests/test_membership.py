@@ -11,6 +11,8 @@ from kvass.common.membership import (
     ASLEEP_S,
     DEMOTED_S,
     LIVE_S,
+    LOST_MAX,
+    LOST_S,
     REJOIN_S,
     WAKING_S,
     NodeTable,
@@ -180,7 +182,7 @@ def test_a_log_has_one_line_for_each_member_that_changes() -> None:
     table.saw_presence(peer("a", "a", role="store", state="draining"), 0.4)
     table.saw_gone("b")
     assert said(0.4) == [
-        "WARNING store b is gone: it was stopped, or it died",
+        "WARNING store b is lost: it went without a goodbye",
         "INFO store a is leaving",
     ]
     table.saw_gone("a")
@@ -197,6 +199,91 @@ def test_a_log_has_one_line_for_each_member_that_changes() -> None:
     ]
     table.saw_gone("c")
     assert said(6.7) == [], "it was told"
+
+
+def lost(table: NodeTable, now_s: float) -> list[tuple[str, float]]:
+    return [(each.peer.member_id, each.since_s) for each in table.lost(now_s)]
+
+
+def test_who_went_without_a_goodbye_is_remembered_for_a_while() -> None:
+    table = linked()
+    for name in ("a", "b", "c", "d"):
+        table.saw_presence(peer(name, name, role="store"), 0.0)
+    table.saw_presence(peer("j", "j", state="joining"), 0.0)
+    table.saw_load("a", {}, 1.0)
+    table.saw_presence(peer("b", "b", role="store", state="draining"), 1.0)
+    for name in ("a", "b", "c", "j"):
+        table.saw_gone(name)
+    assert lost(table, 1.0) == [("a", 1.0), ("c", 0.0)], "b said that it leaves, j never served"
+    assert table.forget_lost("c") and not table.forget_lost("c") and not table.forget_lost("d")
+    assert lost(table, LOST_S) == [("a", 1.0)]
+    assert lost(table, 1.0 + LOST_S) == []
+
+
+def test_a_lost_member_that_is_back_is_lost_no_more() -> None:
+    table = linked()
+    table.saw_presence(peer(), 0.0)
+    table.saw_gone("a")
+    table.saw_presence(peer(start_id="b", state="joining", started_s=2.0), 1.0)
+    assert lost(table, 1.0) == [("decode-0", 0.0)], "it is not ready yet"
+    table.saw_presence(peer(start_id="b", started_s=2.0), 2.0)
+    assert lost(table, 2.0) == []
+    table.saw_presence(peer(start_id="c", started_s=3.0), 3.0)
+    table.saw_gone("b")
+    assert lost(table, 3.0) == [], "its last will came after its successor"
+
+
+def test_what_went_while_the_link_was_down_is_remembered_from_when_that_was_noticed() -> None:
+    table = linked()
+    table.saw_presence(peer(), 0.0)
+    table.link_down()
+    up_s = 2 * LOST_S
+    table.link_up(up_s)
+    table.tick(up_s + REJOIN_S)
+    table.forget_unconfirmed(up_s + REJOIN_S)
+    assert lost(table, up_s + REJOIN_S) == [("decode-0", 0.0)]
+    assert lost(table, up_s + REJOIN_S + LOST_S) == []
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["joining", "ready", "draining", "gone", "forget"]),
+            st.integers(0, 2),
+            st.integers(0, 1),
+        ),
+        max_size=30,
+    )
+)
+def test_lost_is_whoever_was_ready_last_and_went(steps: list[tuple[str, int, int]]) -> None:
+    """Against a model: the state of each start, and the ids whose last ready start has gone."""
+    table, states, expected = linked(), dict[tuple[int, int], str](), set[str]()
+    for now_s, (what, member, start) in enumerate(steps):
+        name, start_id = f"m{member}", f"{member}.{start}"
+        if what == "forget":
+            table.forget_lost(name)
+            expected.discard(name)
+        elif what == "gone":
+            was = states.pop((member, start), "")
+            table.saw_gone(start_id)
+            others = [state for (each, _), state in states.items() if each == member]
+            if was == "ready" and "ready" not in others:
+                expected.add(name)
+        else:
+            states[member, start] = what
+            table.saw_presence(peer(name, start_id, state=what), float(now_s))  # type: ignore[arg-type]
+            if what == "ready":
+                expected.discard(name)
+        assert {each for each, _ in lost(table, float(now_s))} == expected
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    table = linked()
+    for number in range(LOST_MAX + 5):
+        table.saw_presence(peer(f"m{number}", f"{number}"), float(number))
+        table.saw_gone(f"{number}")
+    left = lost(table, 0.0)
+    assert len(left) == LOST_MAX and ("m0", 0.0) not in left
 
 
 @given(st.permutations(["old presence", "old gone", "new presence", "old load", "new load"]))

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from kvass.launch import store_status
-from kvass.launch.store_status import NodeView, findings, percent, views_of
+from kvass.launch.brief import percent, share
+from kvass.launch.store_status import NodeView, findings, views_of
 
 MIB = 1 << 20
 WELL: dict[str, Any] = {
@@ -63,9 +64,29 @@ def test_a_node_that_is_well_says_so_in_one_row() -> None:
         ({"fill_dropped": 5}, {"fill_dropped": 1}, ("4 dropped", "replicas")),
         ({"draining": 1, "handover_left": 12}, {}, ("drains: 12 copies", "wait")),
         ({"draining": 1, "drained": 1}, {}, ("is drained", "stop it")),
-        ({"draining": 1, "drained": 1, "handover_left": 3}, {}, ("3 copies found no taker",)),
+        ({"draining": 1, "drained": 1, "handover_left": 3}, {}, ("3 blocks go with it",)),
+        (
+            {"draining": 1, "drain_held": 1, "handover_left": 9, "handover_refused": 4},
+            {},
+            ("9 blocks are nowhere else", "4 of them", "drain store-0 --force", "--cancel"),
+        ),
+        ({"replicas": 3, "takers": 2}, {}, ("3 copies", "only 2 store nodes", "store.replicas")),
         ({"flash_off": 1}, {}, ("stepped aside", "tries again")),
         ({"flash_read_faults": 2, "flash_corrupt": 1}, {}, ("2 faults", "1 corrupt")),
+        ({"flash_full": 1}, {}, ("takes nothing more", "make room")),
+        ({"flash_closed": 1, "erasures_owed": 2}, {}, ("2 erasures", "mend it")),
+        ({"flash_closed": 1}, {}, ("what was erased", "reaches them")),
+        ({"flash_unopened_files": 9}, {}, ("9 files could not be opened", "ulimit -n")),
+        ({"bugs": 2}, {}, ("2 bugs", "its log")),
+        (
+            {"too_large_bytes": 99 * MIB, "too_large_room_bytes": 32 * MIB},
+            {},
+            ("64 MiB, of which 32 MiB", "no block of 99 MiB", "raise store.slab_bytes"),
+        ),
+        ({"bucket_off": 1}, {}, ("does not answer", "every minute")),
+        ({"bucket_full": 1}, {}, ("takes nothing", "permissions")),
+        ({"bucket_unerased": 2}, {}, ("2 drops", "drop again")),
+        ({"bucket_corrupt": 3}, {}, ("3 blocks were corrupt", "who else writes")),
     ],
 )
 def test_what_is_wrong_is_said_with_what_to_do(
@@ -114,12 +135,41 @@ def test_nodes_without_counts_are_shown_and_those_that_leave_speak_for_themselve
     assert as_json[0]["free_bytes"] == 16 * MIB and as_json[0]["findings"] == []
 
 
+def test_who_is_lost_is_said_with_since_when_and_how_to_forget_it() -> None:
+    since = "2026-11-30T01:12:47Z"
+    member = {"role": "store", "id": "store-1", "state": "lost", "lost_since": since}
+    cluster = {"members": [member], "store": [WELL]}
+    well, lost = views_of(cluster, cluster, 1.0)
+    assert findings(well) == [] and store_status.word_of(lost) == "lost"
+    text = findings(lost)[0]
+    assert since in text and "kvass forget store-1" in text and "start it again" in text
+
+
+def test_a_node_by_itself_is_given_no_advice_for_clusters() -> None:
+    ill = WELL | {"corrupt": 1, "scrub_found": 1, "replicas": 2, "takers": 1}
+    for clustered in (True, False):
+        cluster = {"members": [], "store": [ill]}
+        node = views_of(cluster, cluster, 1.0, clustered=clustered)[0]
+        assert ("kvass drain" in " ".join(findings(node))) == clustered
+        assert len(findings(node)) == 1 + clustered
+
+
+def test_a_command_that_is_not_let_in_does_not_say_that_the_node_is_gone() -> None:
+    member = {"role": "store", "id": "a:1", "state": "refuses", "reason": "another cluster secret"}
+    cluster = {"members": [member], "store": []}
+    node = views_of(cluster, cluster, 1.0)[0]
+    assert "another cluster secret" in findings(node)[0] and "start it" not in findings(node)[0]
+    assert store_status.word_of(node) == "refuses"
+
+
 def test_it_fits_80_columns_whatever_the_numbers() -> None:
     huge = {name: 987 << 30 for name in ("total_bytes", "held_bytes", "quarantined_bytes")} | {
         "leases": 16_384,
         "copies_waiting": 1 << 20,
         "flash_total_bytes": 3,
         "flash_used_bytes": 1,
+        "bucket_total_bytes": 3,
+        "bucket_used_bytes": 3,
     }
     lines = printed([node({"evictions": 0}, **huge, evictions=246_913)], 80).splitlines()
     assert max(map(len, lines)) <= 80
@@ -130,6 +180,6 @@ def test_it_fits_80_columns_whatever_the_numbers() -> None:
 @given(st.integers(1, 10**12), st.integers(0, 10**12))
 def test_all_is_said_of_the_whole_alone_and_none_of_nothing_alone(whole: int, part: int) -> None:
     part = min(part, whole)
-    text = percent(store_status.share(part, whole))
+    text = percent(share(part, whole))
     assert (text == "100 %") == (part == whole)
     assert (text == "0 %") == (part == 0)

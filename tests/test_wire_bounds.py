@@ -14,6 +14,7 @@ from msgspec import inspect
 from kvass.common import seal, wire
 from kvass.common.membership import Peer
 from kvass.common.rpc import frames, hello
+from kvass.kvstore import erasure
 from kvass.kvstore import messages as m
 
 ROOT = Path(__file__).parent.parent
@@ -26,7 +27,7 @@ UNSAFE = {
 def messages() -> list[type[msgspec.Struct]]:
     found = [
         each
-        for module in (wire, m)
+        for module in (wire, m, erasure)
         for each in vars(module).values()
         if isinstance(each, type) and issubclass(each, wire.Message) and each.__struct_config__.tag
     ]

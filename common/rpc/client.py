@@ -20,6 +20,7 @@ from kvass.common.rpc.frames import (
     ERROR,
     LOST,
     REPLY,
+    TLS_REMEDY,
     Connection,
     Frames,
     pack_error,
@@ -261,13 +262,22 @@ async def _say_why(frames: Frames, error: errors.KvassError) -> None:
 def _mapped(error: BaseException, *, over_tls: bool) -> BaseException:
     """Return what ended a handshake as an error of ours; what is none of ours stays itself."""
     if isinstance(error, ssl.SSLError):
-        return errors.Unauthorized(
-            f"TLS with the peer failed: {reason_of(error)}; its cluster.tls_cert must be signed by "
-            "this process's cluster.tls_ca, and the other way round"
-        )
+        why = reason_of(error)
+        if TLS_REMEDY not in why:
+            why += (
+                "; its cluster.tls_cert must be signed by this process's cluster.tls_ca, and the "
+            )
+            why += "other way round"
+        return errors.Unauthorized(f"TLS with the peer failed: {why}")
     if isinstance(error, TimeoutError):
         return errors.Unavailable(f"the peer said nothing for {handshake.HELLO_TIMEOUT_S:g} s")
     if isinstance(error, LOST):
-        why = "; over TLS it may refuse this process's certificate: see its log" * over_tls
-        return errors.Unavailable(f"the peer closed the connection: {error!r}{why}")
+        why = (
+            "it may refuse this process's certificate (cluster.tls_cert)"
+            if over_tls
+            else f"does one side speak TLS and the other not? ({TLS_REMEDY})"
+        )
+        return errors.Unavailable(
+            f"the other side closed the connection during the handshake: {why}; its log says more"
+        )
     return error

@@ -25,6 +25,7 @@ SEND_TIMEOUT_S = 5.0
 HELLO_BYTES_MAX = 64 << 10
 # Of an error's text: it may quote what was sent.
 MESSAGE_CHARACTERS_MAX = 2_000
+TLS_REMEDY = "set cluster.tls_cert, tls_key and tls_ca for all members or for none"
 _TLS_RECORDS = (b"\x15\x03", b"\x16\x03")  # alert, handshake; then a version of SSL 3, as TLS is
 
 CALL, REPLY, ITEM, END, ERROR, CANCEL, HELLO, PROOF = range(8)
@@ -119,8 +120,7 @@ class Frames:
         if size > self.bytes_max:
             if head[:2] in _TLS_RECORDS:
                 raise errors.Unauthorized(
-                    "the peer speaks TLS and this process does not: set cluster.tls_cert, tls_key "
-                    "and tls_ca for all members or for none"
+                    f"the other side speaks TLS, and this one does not: {TLS_REMEDY}"
                 )
             raise errors.Invalid(f"a frame of {size} bytes is over {self.bytes_max}")
         frame = wire.unpack(await _receive_exactly(self.stream, size, self._rest))

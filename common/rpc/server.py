@@ -177,7 +177,7 @@ class Server:
                 except LOST:
                     raise
                 except Exception as error:
-                    if _breaks_an_invariant(error):
+                    if errors.breaks_an_invariant(error):
                         raise
                     _log.exception("%s of %s %s met a bug", what, peer.role, peer.member_id)
                     failure = errors.Unavailable(f"{what} met a bug, see the log here: {error!r}")
@@ -200,14 +200,6 @@ async def _say_why(frames: Frames, error: errors.KvassError) -> None:
 def _address_of(stream: Connection) -> str:
     address = stream.extra(anyio.abc.SocketAttribute.remote_address, ("somewhere",))
     return ":".join(str(part) for part in address[:2])
-
-
-def _breaks_an_invariant(error: Exception) -> bool:
-    """Whether the member's own state can be trusted no more: then its process must end, which
-    costs misses and resumed streams; any other bug costs the call that met it."""
-    if isinstance(error, ExceptionGroup):
-        return error.subgroup(AssertionError) is not None
-    return isinstance(error, AssertionError)
 
 
 async def accept(listener: Any, serve: Callable[[Connection], Awaitable[None]]) -> None:

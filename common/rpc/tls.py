@@ -15,7 +15,7 @@ from anyio.streams.tls import TLSStream
 
 from kvass.common.config import ClusterConfig
 from kvass.common.errors import Invalid
-from kvass.common.rpc.frames import Connection
+from kvass.common.rpc.frames import TLS_REMEDY, Connection
 
 _STEPS_MAX = 16  # of a rehearsal; a handshake takes four
 
@@ -75,6 +75,8 @@ def reason_of(error: ssl.SSLError) -> str:
     """Return why TLS failed, without OpenSSL's file names and numbers."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return error.verify_message
+    if error.reason == "WRONG_VERSION_NUMBER":  # what came was no version at all
+        return f"the other side does not speak TLS, and this one does: {TLS_REMEDY}"
     return (error.reason or str(error)).replace("_", " ").lower()
 
 

@@ -17,8 +17,9 @@ from rich.console import Console
 
 from kvass.common import config as configuration
 from kvass.common.config import Config
-from kvass.common.errors import KvassError
+from kvass.common.errors import Invalid, KvassError
 from kvass.common.membership import Role
+from kvass.kvstore.messages import DrainHow
 from kvass.launch.drain import drain as drain_node
 from kvass.launch.drop import chosen
 from kvass.launch.drop import drop as drop_blocks
@@ -42,8 +43,10 @@ from kvass.launch.options import (
     SlabBytes,
     Standalone,
     Supervised,
+    Url,
 )
 from kvass.launch.role import run_role
+from kvass.launch.status import forget as forget_member
 from kvass.launch.status import show_status
 from kvass.launch.up import Counts, run_up, setting
 
@@ -237,12 +240,7 @@ def store(
 
 @app.command()
 def status(
-    url: Annotated[
-        str | None,
-        typer.Option(
-            "--url", metavar="URL", help="The gateway to ask (default: the one on this machine)."
-        ),
-    ] = None,
+    url: Url = None,
     port: Port = None,
     store: Annotated[
         bool,
@@ -276,20 +274,47 @@ def status(
 @app.command()
 def drain(
     store_node: Annotated[str, typer.Argument(metavar="MEMBER", help="Such as store-0.")],
-    url: Annotated[
-        str | None,
+    force: Annotated[
+        bool,
         typer.Option(
-            "--url", metavar="URL", help="The gateway to ask (default: the one on this machine)."
+            "--force", help="Leave also with blocks that nobody else takes: they are lost with it."
         ),
-    ] = None,
+    ] = False,
+    cancel: Annotated[
+        bool, typer.Option("--cancel", help="Put a node back that drains, or is drained.")
+    ] = False,
+    url: Url = None,
     port: Port = None,
     config: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
-    """Let a store node hand over what it alone holds; then it may be stopped without loss."""
+    """Let a store node hand over what it alone holds; then it may be stopped without loss.
+
+    Others take its blocks into free room and evict nothing for them. Where blocks would be lost,
+    the node takes nothing new, still answers, and waits: for room, for --force or for --cancel.
+    Exits with 0 when it may be stopped, with 1 when it may not, and with 130 after Ctrl-C, which
+    the drain outlives.
+    """
+    if force and cancel:
+        raise Invalid("drain: give --force or --cancel, not both")
     loaded = configuration.load(config, _overrides(settings))
     asked = url or f"127.0.0.1:{port or loaded.gateway.port}"
-    sys.exit(anyio.run(drain_node, loaded, asked, store_node, Console()))
+    how: DrainHow = "force" if force else "cancel" if cancel else "begin"
+    sys.exit(drain_node(loaded, asked, store_node, how, Console()))
+
+
+@app.command()
+def forget(
+    member: Annotated[str, typer.Argument(metavar="MEMBER", help="Such as store-0.")],
+    url: Url = None,
+    port: Port = None,
+) -> None:
+    """Let the gateway speak no more of a member that was lost and shall not come back.
+
+    It would forget it by itself, a quarter of an hour after it was lost.
+    """
+    asked = url or f"127.0.0.1:{port or Config().gateway.port}"
+    sys.exit(forget_member(asked, member, Console()))
 
 
 @app.command()
@@ -301,12 +326,7 @@ def drop(
     writer: Annotated[
         str | None, typer.Option(metavar="MEMBER", help="What this worker has written.")
     ] = None,
-    url: Annotated[
-        str | None,
-        typer.Option(
-            "--url", metavar="URL", help="The gateway to ask (default: the one on this machine)."
-        ),
-    ] = None,
+    url: Url = None,
     port: Port = None,
     config: ConfigFile = None,
     settings: Settings = None,

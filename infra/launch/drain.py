@@ -1,95 +1,152 @@
-"""`kvass drain`: let a store node leave without losing what it alone holds, and watch it do so."""
+"""`kvass drain`: let a store node leave without losing what it alone holds, and watch it do so.
+
+As `kubectl drain`, it stops where going on would lose something, says what, and leaves the node as
+it is: it takes nothing new, and still answers. `--force` goes on, `--cancel` puts the node back.
+The drain is the node's own: this command only starts it and looks on.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import anyio
-import httpx
 from rich.console import Console
 
 from kvass.common.config import Config
 from kvass.common.errors import KvassError
-from kvass.common.rpc.credentials import credentials_of
-from kvass.common.rpc.hello import Hello
-from kvass.common.transport.identity import own_identity
 from kvass.kvstore.client.store import StoreClient
-from kvass.kvstore.placement import StoreNode
-from kvass.launch.status import TIMEOUT_S, root_of
+from kvass.kvstore.messages import DrainHow
+from kvass.launch.operator import operator
+from kvass.launch.status import TIMEOUT_S, cluster_at
 
 LOOK_S = 0.5
 LOST_LOOKS = 6  # answers that may fail to come before the node counts as gone
+INTERRUPTED = 130  # as shells call what Ctrl-C ended
 
 
-async def drain(config: Config, url: str, member_id: str, console: Console) -> int:
-    """Tell the node to leave, and wait until it has handed over what it could; return the exit
-    code: 0 when others have everything."""
-    members = await _members(url, console)
-    if members is None:
-        return 1
-    stores = {m["id"]: m for m in members if m.get("role") == "store" and m.get("address")}
-    if member_id not in stores:
-        there = ", ".join(sorted(stores)) or "none"
-        console.print(f"No store node is called {member_id!r}; there are: {there}.", style="red")
-        return 1
-    who = own_identity()
-    hello = Hello("operator", "kvass-drain", who.host_id, who.start_id, who.pid, {})
-    async with anyio.create_task_group() as tasks:
-        store = StoreClient(hello, tasks, credentials_of(config.cluster))
-        store.set_nodes([StoreNode(member_id, stores[member_id]["address"], 1)])
-        try:
-            await store.drain(member_id, deadline_s=TIMEOUT_S)
-            code = await _watch(store, member_id, console)
-        except KvassError as error:
-            console.print(f"{member_id} did not take it: {error}", style="red")
-            code = 1
-        tasks.cancel_scope.cancel()
-    return code
+class Drain:
+    """One run of the command. Mutable field: `is_told`, whether the node may know of it."""
 
+    def __init__(self, member_id: str, how: DrainHow, console: Console) -> None:
+        self._member_id = member_id
+        self._how = how
+        self._console = console
+        self.is_told = False
 
-async def _members(url: str, console: Console) -> list[dict[str, Any]] | None:
-    url = root_of(url)
-    try:
-        async with httpx.AsyncClient(trust_env=False, timeout=TIMEOUT_S) as client:
-            response = await client.get(f"{url}/v1/cluster")
-            members: list[dict[str, Any]] = response.raise_for_status().json()["members"]
-            return members
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-        console.print(
-            f"No Kvass gateway answers at {url} ({error}); name it by --url.", style="red"
-        )
-        return None
+    async def run(self, config: Config, url: str) -> int:
+        """Tell the node, and wait until it has handed over what it could; return the exit code: 0
+        when nothing is lost, or may be."""
+        cluster = cluster_at(url, self._console)
+        if cluster is None:
+            return 1
+        stores = [m for m in cluster["members"] if m.get("role") == "store" and m.get("address")]
+        there = {each["id"]: each for each in stores}
+        found = there.get(self._member_id)
+        if found is None or found["state"] == "lost":
+            names = ", ".join(sorted(n for n, m in there.items() if m["state"] != "lost"))
+            why = "is lost, and cannot be told" if found else "is not known"
+            self._say(f"{self._member_id!r} {why}; store nodes: {names or 'none'}.", "red")
+            return 1
+        async with operator(config, "drain") as who:
+            store = who.store([found])
+            try:
+                self.is_told = True
+                await store.drain(self._member_id, self._how, deadline_s=TIMEOUT_S)
+            except KvassError as error:
+                self._say(f"{self._member_id} did not take it: {error}", "red")
+                return 1
+            if self._how == "cancel":
+                self._say(f"{self._member_id} takes blocks again; what others took they keep.")
+                return 0
+            return await self._watch(store)
 
-
-async def _watch(store: StoreClient, member_id: str, console: Console) -> int:
-    """Show what is left until the node says that it is done."""
-    shown: int | None = None
-    lost = 0
-    while lost < LOST_LOOKS:
-        found = await store.stats(deadline_s=TIMEOUT_S)
-        if not found:
-            lost += 1
+    def interrupted(self) -> int:
+        """Say what goes on without this command; return the exit code."""
+        name = self._member_id
+        if not self.is_told:
+            self._say(f"Interrupted before {name} was told: nothing has changed.", "yellow")
+        elif self._how == "cancel":
+            self._say(f"Interrupted: `kvass status --store` shows whether {name} drains.", "yellow")
         else:
-            lost = 0
-            counts = found[0]
-            left = int(counts["handover_left"])
-            if counts["drained"]:
-                return _done(member_id, left, int(counts["visible_blocks"]), console)
-            if left != shown:
-                console.print(f"{member_id}: {left} copies are still to be taken")
-                shown = left
-        await anyio.sleep(LOOK_S)
-    console.print(f"{member_id} answers no more, and did not say that it was done.", style="red")
-    return 1
+            self._say(
+                f"Interrupted, and {name} goes on draining by itself: it takes no new blocks, and "
+                f"others take its own. `kvass drain {name}` looks on again, `kvass drain {name} "
+                "--cancel` puts it back.",
+                "yellow",
+            )
+        return INTERRUPTED
 
+    async def _watch(self, store: StoreClient) -> int:
+        """Show what is left until the node says that it is done, or held up."""
+        shown: int | None = None
+        lost = 0
+        while lost < LOST_LOOKS:
+            found = await store.stats(deadline_s=TIMEOUT_S)
+            if not found:
+                lost += 1
+            else:
+                lost = 0
+                counts = {name: int(n) for name, n in found[0].items() if name != "id"}
+                if counts["drained"]:
+                    return self._done(counts)
+                if counts["drain_held"] and self._how != "force":
+                    return self._held(counts)
+                if not counts["draining"]:
+                    self._say(
+                        f"{self._member_id} drains no more: somebody has cancelled it.", "red"
+                    )
+                    return 1
+                if counts["handover_left"] != shown:
+                    shown = counts["handover_left"]
+                    self._say(f"{self._member_id}: {shown} copies are still to be taken")
+            await anyio.sleep(LOOK_S)
+        self._say(f"{self._member_id} answers no more, and did not say that it was done.", "red")
+        return 1
 
-def _done(member_id: str, left: int, blocks: int, console: Console) -> int:
-    if left:
-        console.print(
-            f"{member_id}: {left} of {blocks} blocks found no taker (is there another store node "
-            "with room?). Stopping it costs their recomputation, no more.",
-            style="yellow",
+    def _done(self, counts: Mapping[str, int]) -> int:
+        left = counts["handover_left"]
+        self._say(_tally(self._member_id, counts))
+        if left:
+            self._say(
+                f"{self._member_id} is drained, with a loss: {left} blocks go with it, and are "
+                "computed again when somebody asks for them. It may be stopped; until then, "
+                f"`kvass drain {self._member_id} --cancel` puts it back.",
+                "yellow",
+            )
+        else:
+            self._say(f"{self._member_id} is drained: others have all. It may be stopped.")
+        return 0
+
+    def _held(self, counts: Mapping[str, int]) -> int:
+        name, left, full = self._member_id, counts["handover_left"], counts["handover_refused"]
+        self._say(_tally(name, counts))
+        why = f"{full} of them since the others have no room" if full else "nobody took them"
+        self._say(
+            f"{name} is not drained: {left} blocks are nowhere else, {why}. It takes no new "
+            f"blocks, and still answers. Now do one of these:\n"
+            f"  add a store node: the drain goes on by itself (`kvass drain {name}` looks on)\n"
+            f"  kvass drain {name} --force     leave all the same: they are computed again\n"
+            f"  kvass drain {name} --cancel    let it stay",
+            "yellow",
         )
         return 1
-    console.print(f"{member_id} is drained: others have all {blocks} blocks. It may be stopped.")
-    return 0
+
+    def _say(self, text: str, style: str = "") -> None:
+        self._console.print(text, style=style, highlight=False, markup=False)
+
+
+def _tally(member_id: str, counts: Mapping[str, int]) -> str:
+    return (
+        f"{member_id}: {counts['handover_handed']} blocks were handed over, "
+        f"{counts['handover_elsewhere']} were elsewhere already, {counts['handover_refused']} were "
+        f"refused for want of room, {counts['handover_left']} are nowhere else."
+    )
+
+
+def drain(config: Config, url: str, member_id: str, how: DrainHow, console: Console) -> int:
+    """Run the command to its end, or to Ctrl-C; return the exit code."""
+    one = Drain(member_id, how, console)
+    try:
+        return anyio.run(one.run, config, url)
+    except KeyboardInterrupt:
+        return one.interrupted()

@@ -6,19 +6,15 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import anyio
 from rich.console import Console
 
 from kvass.common import wire
 from kvass.common.config import Config
 from kvass.common.errors import Invalid, KvassError
 from kvass.common.keys import KEY_BYTES, Namespace
-from kvass.common.rpc.credentials import credentials_of
 from kvass.common.rpc.dial import Dialer
-from kvass.common.rpc.hello import Hello
-from kvass.common.transport.identity import own_identity
 from kvass.kvstore.client.store import StoreClient
-from kvass.kvstore.placement import StoreNode
+from kvass.launch.operator import operator
 from kvass.launch.status import TIMEOUT_S, cluster_at
 
 WORKERS = ("prefill", "decode")
@@ -55,16 +51,11 @@ async def drop(config: Config, url: str, which: Chosen, console: Console) -> int
     if cluster is None:
         return 1
     members: list[dict[str, Any]] = [m for m in cluster["members"] if m.get("address")]
-    who = own_identity()
-    hello = Hello("operator", "kvass-drop", who.host_id, who.start_id, who.pid, {})
-    credentials = credentials_of(config.cluster)
     code = 0
-    async with anyio.create_task_group() as tasks:
-        store = StoreClient(hello, tasks, credentials)
+    async with operator(config, "drop") as who:
         stores = [m for m in members if m["role"] == "store"]
         nodes = [m for m in stores if m["state"] != "lost"]
-        store.set_nodes([StoreNode(m["id"], m["address"], 1) for m in nodes])
-        dialer = Dialer(tasks, hello, wire.Tags(wire.WORKER_REPLIES), credentials)
+        store, dialer = who.store(nodes), who.dialer(wire.Tags(wire.WORKER_REPLIES))
         workers = [m for m in members if m["role"] in WORKERS and m["state"] != "lost"]
         blocks, failures = 0, list[KvassError]()
 
@@ -81,7 +72,9 @@ async def drop(config: Config, url: str, which: Chosen, console: Console) -> int
             await done(_forget(dialer, worker))
         await done(_erase(store, which))
         for lost in (m["id"] for m in stores if m["state"] == "lost"):
-            text = f"{lost} does not answer and was not told: drop again when it is back or gone."
+            others = "the other nodes tell it when it is back, before it serves from its disk"
+            what = others if nodes else "drop again when it is back or gone"
+            text = f"{lost} does not answer and was not told: {what}."
             console.print(text, style="red")
             code = 1
         if failures:
@@ -93,7 +86,6 @@ async def drop(config: Config, url: str, which: Chosen, console: Console) -> int
                 "keep nothing that they do not use now. Requests that are under way may store "
                 "their blocks again."
             )
-        tasks.cancel_scope.cancel()
     return code
 
 

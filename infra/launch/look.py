@@ -11,15 +11,12 @@ from rich.console import Console
 
 from kvass.common.clock import LoopClock
 from kvass.common.config import Config
-from kvass.common.rpc.credentials import credentials_of
-from kvass.common.rpc.dial import Dialer
-from kvass.common.rpc.hello import Hello
-from kvass.common.transport.identity import own_identity
 from kvass.common.wire import Tags
 from kvass.kvstore import messages as m
 from kvass.kvstore.client.roster import Addresses
 from kvass.kvstore.client.store import StoreClient
 from kvass.launch import store_status
+from kvass.launch.operator import operator
 from kvass.launch.status import cluster_at
 from kvass.launch.store_status import NodeView
 
@@ -62,21 +59,23 @@ def _at_gateway(url: str, console: Console) -> list[NodeView] | None:
 
 async def _at_nodes(addresses: Sequence[str], config: Config) -> list[NodeView]:
     """Ask nodes by address, without a gateway; one that does not answer has its address as id."""
-    who = own_identity()
-    hello = Hello("operator", "kvass-status", who.host_id, who.start_id, who.pid, {})
-    credentials = credentials_of(config.cluster)
-    async with anyio.create_task_group() as tasks:
-        dialer = Dialer(tasks, hello, Tags(m.STORE_REPLIES), credentials)
+    async with operator(config, "status") as who:
+        dialer = who.dialer(Tags(m.STORE_REPLIES))
         roster = Addresses(addresses, dialer, LoopClock().now_s)
         known = await roster.look()
-        client = StoreClient(hello, tasks, dialer=dialer)
+        client = StoreClient(who.hello, who.tasks, dialer=dialer)
         client.set_nodes(known)
         before, looked_s = await client.stats(deadline_s=STATS_S), anyio.current_time()
         await anyio.sleep(INTERVAL_S)
         after, interval_s = await client.stats(deadline_s=STATS_S), anyio.current_time() - looked_s
-        tasks.cancel_scope.cancel()
     silent: list[dict[str, Any]] = [
-        {"role": "store", "id": address, "reason": reason}
+        {
+            "role": "store",
+            "id": address,
+            "reason": reason,
+            "state": "refuses" if address in roster.refused else "ready",
+        }
         for address, reason in roster.reasons.items()
     ]
-    return store_status.views_of({"store": before}, {"store": after, "members": silent}, interval_s)
+    second = {"store": after, "members": silent}
+    return store_status.views_of({"store": before}, second, interval_s, clustered=False)

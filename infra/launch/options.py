@@ -172,5 +172,14 @@ Settings = Annotated[
         rich_help_panel=_OTHER,
     ),
 ]
+Url = Annotated[
+    str | None,
+    typer.Option(
+        "--url",
+        metavar="URL",
+        help="The gateway to ask (default: the one on this machine). Where it asks for keys, "
+        "KVASS_OPERATOR_KEY holds an operator's.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Supervised = Annotated[bool, typer.Option("--supervised", hidden=True)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 from rich import box
@@ -10,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 TIMEOUT_S = 10.0
+KEY_VARIABLE = "KVASS_OPERATOR_KEY"  # the environment alone: an option's value is in every `ps`
 # What operators look at first, by the names of the nodes' counts; the rest is in /v1/cluster.
 LOAD_FIELDS = (
     "running",
@@ -52,25 +55,64 @@ def show_status(url: str, console: Console, *, as_json: bool = False) -> int:
 
 def cluster_at(url: str, console: Console) -> dict[str, Any] | None:
     """Ask a gateway who is there; None when it does not say, which the console is told."""
-    url = root_of(url)
+    cluster = ask_gateway(url, console, "GET", "/v1/cluster")
+    if cluster is not None and not isinstance(cluster.get("members"), list):
+        console.print(
+            f"{root_of(url)} is not a Kvass gateway: its members are no list", style="red"
+        )
+        return None
+    return cluster
+
+
+def forget(url: str, member_id: str, console: Console) -> int:
+    """Let a gateway speak no more of a member that was lost; return the exit code."""
+    if ask_gateway(url, console, "DELETE", f"/v1/cluster/lost/{quote(member_id, '')}") is None:
+        return 1
+    console.print(f"{member_id} is forgotten, until it is back.", highlight=False)
+    return 0
+
+
+def ask_gateway(url: str, console: Console, method: str, path: str) -> dict[str, Any] | None:
+    """Ask a gateway, with the operator's key if there is one; None when it does not answer, or
+    refuses, which the console is told."""
+    url, key = root_of(url), os.environ.get(KEY_VARIABLE, "")
     try:
-        with httpx.Client(trust_env=False, timeout=TIMEOUT_S) as client:
-            response = client.get(f"{url}/v1/cluster")
-            if response.status_code != 200:
-                raise ValueError(f"it answers {response.status_code} to GET /v1/cluster")
-            cluster: dict[str, Any] = response.json()
-            if not isinstance(cluster["members"], list):
-                raise ValueError("its members are no list")
-            return cluster
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        with httpx.Client(trust_env=False, timeout=TIMEOUT_S, headers=headers) as client:
+            response = client.request(method, f"{url}{path}")
+            answer = response.json() if response.content else None
+            refusal = _refusal_in(answer)
+            if refusal and response.status_code in (401, 403):
+                console.print(f"{url} {_keyless(refusal, bool(key))}", style="red", markup=False)
+                return None
+            if refusal and response.status_code == 404 and method == "DELETE":
+                console.print(refusal, style="red", markup=False, highlight=False)
+                return None
+            if response.status_code != 200 or not isinstance(answer, dict):
+                raise ValueError(f"it answers {response.status_code} to {method} {path}")
+            return answer
     except (httpx.ConnectError, httpx.TimeoutException):
         console.print(
             f"Nothing answers at {url}. Start a cluster with `kvass up`, or name another gateway "
             "with --url; or your gateway still waits for its broker: see its log.",
             style="red",
         )
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         console.print(f"{url} is not a Kvass gateway: {error}", style="red")
     return None
+
+
+def _refusal_in(answer: object) -> str:
+    error = answer.get("error") if isinstance(answer, dict) else None
+    return str(error.get("message", "")) if isinstance(error, dict) else ""
+
+
+def _keyless(refusal: str, sent: bool) -> str:
+    how = f"the key that {KEY_VARIABLE} holds" if sent else f"no key, for {KEY_VARIABLE} is not set"
+    return (
+        f"asks for an operator's key, and got {how}: {refusal}. Set {KEY_VARIABLE} to a key of "
+        "[operators] in the gateway's gateway.api_keys_file."
+    )
 
 
 def root_of(url: str) -> str:

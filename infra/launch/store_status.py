@@ -13,6 +13,8 @@ from typing import Any
 
 from rich.table import Table
 
+from kvass.launch.brief import NO_VALUE, brief, brief_size, percent, share
+from kvass.launch.flash_findings import flash
 from kvass.launch.status import shown, table_of
 
 Counts = Mapping[str, Any]
@@ -20,14 +22,14 @@ Counts = Mapping[str, Any]
 # What is gone within this time is gone before people have read an answer and asked again.
 TURNOVER_S = 60.0
 FULL = 0.9  # of a share that something may take at most
-NO_VALUE = "-"
 COLUMNS = ("of", "used", "hits", "evict/s", "held", "quar.", "leases", "copies")
 
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
     """One node at two looks. `counts` is None when it does not answer, for `reason`, if that is
-    known; `before` when it did not."""
+    known; `before` when it did not. `lost_since` is when it was last heard of; not `clustered`: it
+    was asked by itself, and nobody knows of a cluster."""
 
     member_id: str
     state: str
@@ -35,6 +37,8 @@ class NodeView:
     before: Counts | None
     interval_s: float
     reason: str = ""
+    lost_since: str = ""
+    clustered: bool = True
 
     def count(self, name: str) -> int:
         """Return a count; 0 of a node that has none such."""
@@ -63,13 +67,12 @@ class NodeView:
         return share(self.count("hits"), self.count("hits") + self.count("misses"))
 
 
-def share(part: int, whole: int) -> float | None:
-    """Return part ÷ whole; None when there is nothing to be a part of."""
-    return part / whole if whole else None
-
-
 def views_of(
-    first: Mapping[str, Any], second: Mapping[str, Any], interval_s: float
+    first: Mapping[str, Any],
+    second: Mapping[str, Any],
+    interval_s: float,
+    *,
+    clustered: bool = True,
 ) -> list[NodeView]:
     """Return the nodes of two answers of a gateway's `/v1/cluster`, those without counts too.
 
@@ -85,6 +88,8 @@ def views_of(
             before.get(name),
             interval_s,
             str(members.get(name, {}).get("reason", "")),
+            str(members.get(name, {}).get("lost_since", "")),
+            clustered,
         )
         for name in sorted({*counts, *members})
     ]
@@ -106,35 +111,64 @@ def _counts_in(cluster: Mapping[str, Any]) -> dict[str, Counts]:
 def findings(node: NodeView) -> list[str]:
     """Return what is wrong with a node, each with what to do; empty when it is well."""
     if node.counts is None:
-        why = f" ({node.reason})" if node.reason else ""
-        return [
-            f"does not answer{why}: see its log, and start it again if it is gone. Until then its "
-            "blocks are misses, which are computed"
-        ]
+        return [_absent(node)]
     return [text for look in FINDINGS for text in look(node)]
 
 
+def _absent(node: NodeView) -> str:
+    misses = "Until then its blocks are misses, which are computed"
+    if node.state == "refuses":
+        return f"lets this command not in, which is no fault of its: {node.reason}"
+    if node.lost_since:
+        return (
+            f"is lost: nothing was heard of it since {node.lost_since}, and it did not say that it "
+            f"leaves. See its log, and start it again; or, if it shall not come back: kvass forget "
+            f"{node.member_id}. {misses}"
+        )
+    why = f" ({node.reason})" if node.reason else ""
+    return f"does not answer{why}: see its log, and start it again if it is gone. {misses}"
+
+
 def _leaving(node: NodeView) -> list[str]:
-    left = node.count("handover_left")
+    left, name = node.count("handover_left"), node.member_id
     if not node.count("draining"):
         return []
-    if not node.count("drained"):
-        return [f"drains: {left} copies are still to be taken by others; wait, then stop it"]
-    if left:
+    if node.count("drain_held"):
         return [
-            f"is drained, but {left} copies found no taker: add a node with room and drain again, "
-            "or stop it and let them be computed"
+            f"cannot leave without loss: {left} blocks are nowhere else, "
+            f"{node.count('handover_refused')} of them since the others have no room. Add a node: "
+            f"then it goes on by itself; let them be computed again: kvass drain {name} --force; "
+            f"or let it stay: kvass drain {name} --cancel"
         ]
+    if not node.count("drained"):
+        return [
+            f"drains: {left} copies are still to be taken by others; wait, then stop it, or let it "
+            f"stay: kvass drain {name} --cancel"
+        ]
+    if left:
+        return [f"is drained, and {left} blocks go with it and are computed again: stop it"]
     return ["is drained: others have all of its blocks; stop it"]
+
+
+def _few_copies(node: NodeView) -> list[str]:
+    copies, takers = node.count("replicas"), node.count("takers")
+    if not node.clustered or node.count("draining") or takers >= copies:
+        return []
+    return [
+        f"shall keep {copies} copies of each block (store.replicas), and there are only {takers} "
+        "store nodes that take any: start those that are lost again, or add others"
+    ]
 
 
 def _corrupt(node: NodeView) -> list[str]:
     texts = []
+    leave = "and run the node on another host until then"
+    if node.clustered:
+        leave = f"to let the node leave: kvass drain {node.member_id}"
     if node.count("corrupt"):
         texts.append(
             f"found {node.count('corrupt')} blocks corrupt in its memory and dropped them "
-            f"({node.count('scrub_found')} by the scrub): test this host's memory; to let the node "
-            f"leave: kvass drain {node.member_id}"
+            f"({node.count('scrub_found')} by the scrub): test this host's memory; {leave}"
         )
     if node.count("put_corrupt") or node.count("get_suspect"):
         texts.append(
@@ -152,6 +186,11 @@ def _failing(node: NodeView) -> list[str]:
         texts.append(
             f"{failed} blocks could not be moved in the last {node.interval_s:.0f} s: peers die or "
             "hang, or the network does; see its log"
+        )
+    if node.count("bugs"):
+        texts.append(
+            f"its own work met {node.count('bugs')} bugs since the start, and went on: please "
+            "report what its log says of them"
         )
     if node.more("leases_lost"):
         texts.append(
@@ -176,6 +215,12 @@ def _crowded(node: NodeView) -> list[str]:
             f"{_size(node, 'quarantined_bytes')} wait for transfers of writers that vanished: when "
             "it does not go down in a minute, restart the node"
         )
+    if node.count("too_large_bytes"):
+        texts.append(
+            f"its slab of {_size(node, 'total_bytes')}, of which "
+            f"{_size(node, 'too_large_room_bytes')} may be used for it, holds no block of "
+            f"{_size(node, 'too_large_bytes')}, so none is stored: raise store.slab_bytes"
+        )
     evicted = node.rate("evictions") or 0.0
     held_s = node.count("visible_blocks") / evicted if evicted else TURNOVER_S
     if held_s < TURNOVER_S:
@@ -196,28 +241,32 @@ def _behind(node: NodeView) -> list[str]:
     ]
 
 
-def _flash(node: NodeView) -> list[str]:
+def _bucket(node: NodeView) -> list[str]:
     texts = []
-    if node.count("flash_off"):
+    if node.count("bucket_off"):
         texts.append(
-            "its flash tier has stepped aside, and it goes on with DRAM alone: its log says why; "
-            "it tries again every half minute, or, where it could not be opened, at its next start"
+            "the bucket does not answer it, and it goes on without: its log says why; it asks "
+            "again, every minute at most"
         )
-    if node.count("flash_full"):
+    if node.count("bucket_full"):
         texts.append(
-            "its flash takes nothing more (its log says why), and what is on it is still read: "
-            "make room on the disk, or give it less with store.flash_bytes"
+            "the bucket takes nothing from it (its log says why), and what is there is still read: "
+            "look at the bucket's permissions and quota"
         )
-    faults = node.count("flash_read_faults") + node.count("flash_write_faults")
-    if faults or node.count("flash_corrupt"):
+    if node.count("bucket_unerased"):
         texts.append(
-            f"flash: {faults} faults of the disk, {node.count('flash_corrupt')} corrupt records "
-            "since the start: see its log and the disk's own health report"
+            f"{node.count('bucket_unerased')} drops are not carried out in the bucket: it tries "
+            "while it runs. If it is stopped before: drop again"
+        )
+    if node.count("bucket_corrupt"):
+        texts.append(
+            f"bucket: {node.count('bucket_corrupt')} blocks were corrupt since the start, and were "
+            "deleted: who else writes there?"
         )
     return texts
 
 
-FINDINGS = (_leaving, _corrupt, _failing, _flash, _crowded, _behind)
+FINDINGS = (_leaving, _few_copies, _corrupt, _failing, flash, _bucket, _crowded, _behind)
 
 
 def _size(node: NodeView, name: str) -> str:
@@ -234,7 +283,7 @@ def word_of(node: NodeView) -> str:
     if node.count("drained"):
         return "drained"
     if node.count("draining"):
-        return "drains"
+        return "held up" if node.count("drain_held") else "drains"
     return "unwell" if findings(node) else "well"
 
 
@@ -244,23 +293,30 @@ def table(nodes: Sequence[NodeView]) -> Table:
     made = table_of("")
     made.caption = f"hits: since each start; evict/s: over the last {looked_s:.1f} s"
     made.caption_justify = "left"
-    flash = any(node.count("flash_total_bytes") for node in nodes)
+    below = [
+        tier
+        for tier in ("flash", "bucket")
+        if any(node.count(f"{tier}_total_bytes") for node in nodes)
+    ]
     made.add_column("id", overflow="fold")
-    for name in (*COLUMNS, *(["flash"] if flash else [])):
+    # Two more columns leave no room for all.
+    columns = [name for name in COLUMNS if name != "leases" or len(below) < 2]
+    for name in (*columns, *below):
         made.add_column(name, justify="right", no_wrap=True)
     made.add_column("is", no_wrap=True)
     for node in nodes:
-        cells = [*_cells(node), *([_flash_used(node)] if flash else [])]
+        cells = [_cells(node)[name] for name in columns]
+        cells += [_tier_used(node, tier) for tier in below]
         style = "yellow" if findings(node) else ""
         made.add_row(node.member_id, *cells, word_of(node), style=style)
     return made
 
 
-def _cells(node: NodeView) -> list[str]:
+def _cells(node: NodeView) -> dict[str, str]:
     if node.counts is None:
-        return [NO_VALUE] * len(COLUMNS)
+        return dict.fromkeys(COLUMNS, NO_VALUE)
     rate = node.rate("evictions")
-    return [
+    cells = [
         brief_size(node.count("total_bytes")),
         percent(node.used),
         percent(node.hit_rate),
@@ -270,36 +326,11 @@ def _cells(node: NodeView) -> list[str]:
         brief(node.count("leases")),
         brief(node.count("copies_waiting") + node.count("fill_queued_blocks")),
     ]
+    return dict(zip(COLUMNS, cells, strict=True))
 
 
-def _flash_used(node: NodeView) -> str:
-    return percent(share(node.count("flash_used_bytes"), node.count("flash_total_bytes")))
-
-
-def brief(value: float) -> str:
-    """Return a number in at most five characters."""
-    for unit in ("", "k", "M", "G"):
-        if value < 999.5:
-            return f"{value:.3g}{unit}"
-        value /= 1000
-    return f"{value:.3g}T"
-
-
-def brief_size(size_bytes: float) -> str:
-    """Return bytes in at most seven characters."""
-    number, unit = shown("_bytes", size_bytes).split()
-    return f"{float(number):.3g} {unit}" if float(number) >= 10 else f"{float(number):.2g} {unit}"
-
-
-def percent(value: float | None) -> str:
-    """Return a share as people read it; never 100 % of what is not whole, nor 0 % of some."""
-    if value is None:
-        return NO_VALUE
-    if 0 < value < 0.01:
-        return "<1 %"
-    if 0.99 < value < 1:
-        return ">99 %"
-    return f"{value:.0%}".replace("%", " %")
+def _tier_used(node: NodeView, tier: str) -> str:
+    return percent(share(node.count(f"{tier}_used_bytes"), node.count(f"{tier}_total_bytes")))
 
 
 def summary(nodes: Sequence[NodeView]) -> str:

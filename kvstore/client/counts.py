@@ -12,7 +12,8 @@ from kvass.common.metrics import BlockMetrics
 MISSES = ("gone", "corrupt", "late", "landing_full", "failed", "unavailable")
 # Why a push did not store one: the node is full; another writer is at it; then as above.
 REFUSALS = ("full", "busy", "corrupt", "failed", "unavailable")
-_FAILED_CALLS = ("timeout", "unavailable", "unreachable")
+# The last: it answered what cannot be an answer.
+_FAILED_CALLS = ("timeout", "unavailable", "unreachable", "wrong")
 
 
 def show_counts(metrics: BlockMetrics, counts: Counter[str]) -> None:

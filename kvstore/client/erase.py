@@ -1,7 +1,8 @@
 """Erasing all over the store, and what an operator or an auditor asks of all its nodes.
 
-An erasure is told to every node at once and is done when all have answered; what one node could
-still copy from another meanwhile is kept out by marks (`erasures.py`). It refuses to know why.
+An erasure is told to every node at once, under one id, and is done when all have answered. Nodes
+that are away are told by those that heard it, when they come back (`node/exchange.py`). It refuses
+to know why.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from kvass.common.errors import Unavailable
 from kvass.common.keys import Chain, ranges_of
 from kvass.common.wire import KEYS_MAX, Request
 from kvass.kvstore import messages as m
+from kvass.kvstore.erasure import new_id
 from kvass.kvstore.links import NodeLink
 from kvass.kvstore.router import Router
 
@@ -35,7 +37,8 @@ async def bar(router: Router, writer: str, deadline_s: float) -> int:
     seen: set[bytes] = set()
     unerased: dict[str, m.Dropped] = {}
     for _ in range(ROUNDS_MAX):
-        replies = await _told(router, m.Bar(writer=writer, after=after), deadline_s)
+        request = m.Bar(writer=writer, after=after, id=new_id())
+        replies = await _told(router, request, deadline_s)
         unerased |= {name: reply for name, reply in replies.items() if reply.unerased}
         count += sum(reply.blocks for reply in replies.values())
         ends = {key for reply in replies.values() for key in reply.ends} - seen
@@ -91,8 +94,9 @@ async def writers(
     async def ask(link: NodeLink, asked: list[int], left_s: float) -> set[int]:
         spans = tuple(m.spans_of(chain, ranges_of(asked)))
         reply = await link.call(m.Describe(spans=spans), deadline_s=left_s)
-        found.update({shape.index: shape.writer for shape in reply.shapes})
-        return {shape.index for shape in reply.shapes}
+        said = {shape.index: shape.writer for shape in reply.shapes if shape.index in asked}
+        found.update(said)
+        return set(said)
 
     await router.everywhere(chain, set(indices), ask, deadline_s)
     return found

@@ -91,6 +91,18 @@ class _Batch:
     def _spans(self) -> tuple[m.Span, ...]:
         return tuple(m.spans_of(self.chain, ranges_of(self.slots)))
 
+    def _check(self, places: m.Places, addresses: int) -> None:
+        """Refuse places that are not of the blocks that were asked for, each once, in order. That
+        they are the right blocks' is the node's word: checksums are of bytes, not of names."""
+        count, once = len(places.indices), set(places.indices)
+        if (
+            not self.slots.keys() >= once
+            or tuple(sorted(once)) != places.indices
+            or addresses != count
+            or len(places.checksums) != count * len(self.transfers.groups)
+        ):
+            raise self.link.wrong("places of other blocks than were asked for, or not whole")
+
     def _announced(self, places: m.Places) -> dict[int, tuple[int, ...]]:
         width = len(self.transfers.groups)
         return dict(zip(places.indices, rows(places.checksums, width), strict=True))
@@ -107,6 +119,7 @@ class _Batch:
             groups=(transfers.groups.start, transfers.groups.stop),
         )
         lease = await self.link.call(request, deadline_s=self._left_s())
+        self._check(lease, len(lease.addresses))
         self._note_gone(lease)
         if not lease.indices:
             return
@@ -205,6 +218,7 @@ class _Batch:
             places = await self.link.call(
                 request, deadline_s=request.deadline_s, limit_s=TRANSFER_S
             )
+            self._check(places, len(places.indices))
             self._note_gone(places)
             found: list[tuple[int, ...]] = []
             if places.indices:

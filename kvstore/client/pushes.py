@@ -100,16 +100,27 @@ class _Put:
         put_id = self.transfers.next_put()
         try:
             places = await self._begin(put_id, terms)
-            self.outcome.stored.update(_each(places.visible))
-            self.outcome.refused.update(dict.fromkeys(_each(places.busy), "busy"))
-            self.outcome.refused.update(dict.fromkeys(_each(places.full), "full"))
-            granted = [index for index in _each(places.granted) if index in self.slots]
+            answers = places.visible, places.busy, places.full, places.granted
+            visible, busy, full, granted = self.link.told(self.slots, *answers)
+            self.outcome.stored.update(visible)
+            self.outcome.refused.update(dict.fromkeys(busy, "busy"))
+            self.outcome.refused.update(dict.fromkeys(full, "full"))
             if granted:
-                await self._commit(put_id, granted, places.loan)
+                await self._check_loan(places.loan, len(granted))
+                await self._commit(put_id, sorted(granted), places.loan)
             self._over = True
         finally:
             if not self._over:
                 await self.link.tell(m.PutAbort(put_id=put_id, started=self._started))
+
+    async def _check_loan(self, loan: m.LoanCard | None, count: int) -> None:
+        """Refuse a loan that has no room, or is not the node's own."""
+        ways = await self.link.ways(deadline_s=self._left_s())
+        if (loan is not None) != (ways.put_way == "write"):
+            raise self.link.wrong("a loan where none is of use, or none where one is")
+        if loan is not None:
+            if loan.size < count * self.transfers.share or loan.card.start_id != ways.start_id:
+                raise self.link.wrong("a loan that is too small, or another process's")
 
     async def _begin(self, put_id: str, terms: PutTerms) -> m.PutPlaces:
         """Ask for places, and hash the slots meanwhile: nearly all that is pushed is granted."""
@@ -165,7 +176,7 @@ class _Put:
         )
         left_s = commit.deadline_s
         reply = await self.link.call(commit, deadline_s=left_s, limit_s=TRANSFER_S)
-        stored, corrupt = set(_each(reply.stored)), set(_each(reply.corrupt))
+        stored, corrupt = self.link.told(granted, reply.stored, reply.corrupt)
         self.outcome.stored |= stored
         self.outcome.moved += len(stored)
         for index in set(granted) - stored:
@@ -201,7 +212,3 @@ def _by_tenant(
     for whose, own in (("", public), (tenant, private)):
         if own:
             yield whose, own
-
-
-def _each(ranges: m.Ranges) -> Iterator[int]:
-    return itertools.chain.from_iterable(range(first, stop) for first, stop in ranges)

@@ -50,13 +50,14 @@ class Roster(Protocol):
 @dataclass(slots=True)
 class Addresses:
     """Nodes by `host:port`. Mutable fields: `_nodes` by address, with the time when each answered
-    last, and `reasons` why one does not."""
+    last, and `reasons` why one does not; `refused`: it does, and lets this process not in."""
 
     addresses: Sequence[str]
     dialer: Dialer
     now_s: Callable[[], float]
     _nodes: dict[str, tuple[StoreNode, float]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         if not 0 < len(self.addresses) <= ADDRESSES_MAX:
@@ -90,6 +91,7 @@ class Addresses:
 
     async def _look(self, address: str) -> None:
         """Ask one address who is there."""
+        self.refused.discard(address)
         try:
             with anyio.fail_after(CALL_S):
                 client = await self.dialer.client(address)
@@ -100,6 +102,8 @@ class Addresses:
             self.reasons[address] = f"no answer within {CALL_S:g} s"
         except KvassError as error:
             self.reasons[address] = str(error)
+            if isinstance(error, Unauthorized):
+                self.refused.add(address)
         else:
             node = _node_of(client.peer, address, counts)
             self._nodes[address] = (node, self.now_s())

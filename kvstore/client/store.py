@@ -39,6 +39,7 @@ from kvass.kvstore.client import erase
 from kvass.kvstore.client.counts import show_counts
 from kvass.kvstore.client.pulls import pull
 from kvass.kvstore.client.pushes import PutTerms, push
+from kvass.kvstore.erasure import new_id
 from kvass.kvstore.links import NodeLink
 from kvass.kvstore.placement import StoreNode
 from kvass.kvstore.results import ClaimResult, PushResult, WaitResult
@@ -96,22 +97,25 @@ class StoreClient:
         self, chain: Chain, ranges: Iterable[Range], *, deadline_s: float, stage_s: float = 0.0
     ) -> list[Range]:
         """Return which of these blocks are in the store now. Protects nothing. With `stage_s`, the
-        time in which they will be pulled, those that only flash has are brought up meanwhile."""
+        time in which they will be pulled, those that are below memory are brought up meanwhile."""
 
         async def ask(link: NodeLink, indices: list[int], left_s: float) -> set[int]:
             spans = tuple(m.spans_of(chain, ranges_of(indices)))
             reply = await link.call(m.Lookup(spans=spans), deadline_s=left_s)
+            (visible,) = link.told(indices, reply.visible)
+            flash, bucket = link.told(indices, reply.on_flash, reply.in_bucket)
+            below = ranges_of(sorted(flash | bucket))
             self._router.note_hot(reply.hot)
-            if stage_s and reply.on_flash:
-                spans = tuple(m.spans_of(chain, reply.on_flash))
+            if stage_s and below:
+                spans = tuple(m.spans_of(chain, below))
                 self._router.tell_later(link, m.Stage(spans=spans, deadline_s=stage_s))
-            return _flat(reply.visible)
+            return visible
 
         found = await self._router.everywhere(chain, _flat(ranges), ask, deadline_s)
         return ranges_of(sorted(found))
 
     def stage(self, chain: Chain, ranges: Iterable[Range], *, deadline_s: float) -> None:
-        """Let these blocks be brought from flash into memory, for a pull that comes within
+        """Let these blocks be brought into memory from below it, for a pull that comes within
         `deadline_s`: a hint that nobody waits for, and that does not always help."""
         for link, indices in self._router.plan(chain, _flat(ranges), set()).items():
             spans = tuple(m.spans_of(chain, ranges_of(indices)))
@@ -156,6 +160,7 @@ class StoreClient:
             request = m.Wait(spans=spans, until=until, deadline_s=slice_s)
             try:
                 reply = await link.call(request, deadline_s=limit_s, limit_s=limit_s)
+                link.told(indices, reply.visible, reply.unclaimed)
             except KvassError:
                 continue  # it is shunned now
             if reply.visible or reply.unclaimed:
@@ -175,7 +180,7 @@ class StoreClient:
         async def ask(link: NodeLink, indices: list[int], left_s: float) -> set[int]:
             spans = tuple(m.spans_of(chain, ranges_of(indices)))
             reply = await link.call(m.Claim(owner=owner, spans=spans), deadline_s=left_s)
-            answers = [_flat(found) for found in (reply.granted, reply.visible, reply.taken)]
+            answers = link.told(indices, reply.granted, reply.visible, reply.taken)
             for found, said in zip((granted, visible, taken), answers, strict=True):
                 found.update(said)
             return set().union(*answers)  # a node that takes nothing new says nothing of the rest
@@ -302,7 +307,8 @@ class StoreClient:
         async def ask(link: NodeLink, indices: list[int], left_s: float) -> set[int]:
             spans = tuple(m.spans_of(chain, ranges_of(indices)))
             request = m.Pin(owner=owner, spans=spans, duration_s=duration_s)
-            return _flat((await link.call(request, deadline_s=left_s)).visible)
+            reply = await link.call(request, deadline_s=left_s)
+            return link.told(indices, reply.visible)[0]
 
         return ranges_of(
             sorted(await self._router.everywhere(chain, _flat(ranges), ask, deadline_s))
@@ -326,7 +332,7 @@ class StoreClient:
         Raises Unavailable when a node could not be told: an erasure must not be half done unseen.
         """
         named = None if keys is None else tuple(keys)
-        request = m.Drop(namespace=namespace, tenant=tenant, writer=writer, keys=named)
+        request = m.Drop(namespace=namespace, tenant=tenant, writer=writer, keys=named, id=new_id())
         return await erase.drop(self._router, request, deadline_s)
 
     async def stats(self, *, deadline_s: float = 1.0) -> list[dict[str, str | int]]:
@@ -334,9 +340,11 @@ class StoreClient:
         replies, _ = await self._router.ask_all(m.Stats(), deadline_s)
         return [{"id": member_id, **replies[member_id].counts} for member_id in sorted(replies)]
 
-    async def drain(self, member_id: str, *, deadline_s: float = 1.0) -> None:
-        """Let one node take no more puts and claims; raises KvassError."""
-        await self._router.link(member_id).call(m.Drain(), deadline_s=deadline_s)
+    async def drain(
+        self, member_id: str, how: m.DrainHow = "begin", *, deadline_s: float = 1.0
+    ) -> None:
+        """Let one node leave, or stay after all; raises KvassError."""
+        await self._router.link(member_id).call(m.Drain(how=how), deadline_s=deadline_s)
 
 
 def _flat(ranges: Iterable[Range]) -> set[int]:

@@ -23,7 +23,10 @@ class InlineFutures(Executor):
 
     def submit(self, function, /, *args, **kwargs):  # type: ignore[no-untyped-def]
         done: Future[object] = Future()
-        done.set_result(function(*args, **kwargs))
+        try:
+            done.set_result(function(*args, **kwargs))
+        except Exception as error:  # told where the result is asked for, as by a thread
+            done.set_exception(error)
         return done
 
 
@@ -110,11 +113,7 @@ class Appender:
         self._filled = 0
         self.unsynced += size
         write = partial(file.write, self.position - size, buffer[:size])
-        try:
-            self._writing.append((self._threads.submit(write), buffer, self.position))
-        except BaseException:
-            self._free.append(buffer)  # it ran at once, and failed
-            raise
+        self._writing.append((self._threads.submit(write), buffer, self.position))
 
     def _wait(self) -> None:
         """Wait for the oldest write."""

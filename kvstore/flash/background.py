@@ -7,13 +7,15 @@ what a death leaves of them is removed by the next start.
 
 from __future__ import annotations
 
-import contextlib
+import logging
 from concurrent.futures import Executor, Future
 from functools import partial
 
 from kvass.common.errors import Unavailable
 from kvass.kvstore.flash.disk import Disk, DiskFile
 from kvass.kvstore.flash.segment import Segment
+
+_log = logging.getLogger(__name__)
 
 
 class Background:
@@ -43,16 +45,18 @@ class Background:
         """Begin to make a file, which `take` is asked for next."""
         assert self._made is None
         make = partial(self._disk.create, name, self._file_bytes)
-        with contextlib.suppress(Unavailable):  # it ran at once, and failed: `take` tries again
-            self._made = (name, self._threads.submit(make))
+        self._made = (name, self._threads.submit(make))
 
     def take(self, name: str) -> DiskFile:
         """Return a new file; raises Unavailable."""
         made, self._made = self._made, None
-        if made is None:
-            return self._disk.create(name, self._file_bytes)
-        assert made[0] == name
-        return made[1].result()
+        if made is not None:
+            assert made[0] == name
+            try:
+                return made[1].result()
+            except Unavailable as error:  # a while ago: there may be room by now
+                _log.debug("%s", error)
+        return self._disk.create(name, self._file_bytes)
 
     def close(self) -> None:
         """Remove what was made for nothing; raises Unavailable."""

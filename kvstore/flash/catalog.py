@@ -122,6 +122,7 @@ class Catalog:
         """Forget every key of a file whose index cannot be read."""
         with self._lock:
             self._table.remove_file(sequence)
+            self.segments[sequence].live_pages = 0
 
     def count_in(self, sequence: int) -> int:
         """Return how many keys have their newest records in one file."""
@@ -142,7 +143,7 @@ class Catalog:
             )
         return hot
 
-    def fault(self, what: str, error: Unavailable) -> None:
+    def fault(self, what: str, error: Exception) -> None:
         """Count a fault of the disk; who steps aside for it says so."""
         self.counts[f"{what}_faults"] += 1
         _log.debug("%s", error)

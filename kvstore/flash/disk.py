@@ -8,18 +8,17 @@ Unavailable, with what was done to which file in its message; what follows is th
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import mmap
 import os
-from collections.abc import Iterator
+import resource
 from pathlib import Path
 from typing import Protocol
 
 from kvass.common.errors import Unavailable
+from kvass.kvstore.flash.folder import Folder, mapped
 
 PAGE = 4096  # the unit of O_DIRECT on every file system in use; a flash page is no smaller
-LOCK_NAME = "lock"
+FILES_MAX = 1 << 20  # of one log: of 64 MiB each, 64 TiB
 
 
 class DiskFile(Protocol):
@@ -43,7 +42,11 @@ class DiskFile(Protocol):
 
 
 class Disk(Protocol):
-    """A folder that belongs to one log. Removing lasts when it returns, creating after a `sync`."""
+    """A folder that belongs to one log. Removing lasts when it returns, creating after a `sync`.
+    `renewals`: how often the folder was found to be gone, and made again, an empty one."""
+
+    @property
+    def renewals(self) -> int: ...
 
     def names(self) -> list[str]:
         """Return the names of all files, in no order."""
@@ -66,10 +69,6 @@ class Disk(Protocol):
         ...
 
 
-class FolderTaken(Unavailable):
-    """Another running node has the folder."""
-
-
 def page_memory(size: int) -> memoryview:
     """Return zeroed memory that starts on a page, as direct I/O needs it."""
     return memoryview(mmap.mmap(-1, size))
@@ -79,15 +78,15 @@ class RealFile:
     """An open file, past the page cache where the file system allows that. Mutable field: `_is_new`
     (its name does not last yet)."""
 
-    def __init__(self, folder: Path, name: str, descriptor: int, *, is_new: bool) -> None:
+    def __init__(self, folder: Folder, name: str, descriptor: int, *, is_new: bool) -> None:
         self._folder = folder
-        self._name = name
+        self._path = folder.path / name
         self._descriptor = descriptor
         self._is_new = is_new
 
     def read(self, offset: int, into: memoryview) -> int:
         done = 0
-        with _mapped("read", self._name):
+        with mapped("read", self._path):
             while done < len(into):
                 count = os.preadv(self._descriptor, [into[done:]], offset + done)
                 done += count
@@ -99,7 +98,7 @@ class RealFile:
     def write(self, offset: int, data: memoryview) -> None:
         assert offset % PAGE == 0 and len(data) % PAGE == 0
         done = 0
-        with _mapped("write", self._name):
+        with mapped("write", self._path):
             while done < len(data):
                 count = os.pwrite(self._descriptor, data[done:], offset + done)
                 if count <= 0 or count % PAGE:
@@ -107,38 +106,39 @@ class RealFile:
                 done += count
 
     def sync(self) -> None:
-        with _mapped("sync", self._name):
-            os.fdatasync(self._descriptor)
-            if self._is_new:
-                sync_folder(self._folder)
-                self._is_new = False
+        with mapped("sync", self._path):
+            try:
+                os.fdatasync(self._descriptor)
+            except OSError:
+                # What the page cache holds passes for written from now on: let reads see the disk.
+                os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                raise
+        if self._is_new:
+            self._folder.sync()
+            self._is_new = False
 
     def close(self) -> None:
         os.close(self._descriptor)
 
 
 class RealDisk:
-    """A folder of a local file system, which it makes if need be, and locks; raises Unavailable."""
+    """A folder of a local file system, which it makes if need be, and locks; raises Unavailable.
+    A folder that was removed meanwhile is made again when the next file is."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        with _mapped("use", str(folder)):
-            folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            raise FolderTaken(f"{folder} belongs to another store node that is running") from None
+    def __init__(self, path: Path) -> None:
+        self._folder = Folder(path)
+
+    @property
+    def renewals(self) -> int:
+        return self._folder.renewals
 
     def names(self) -> list[str]:
-        with _mapped("list", str(self._folder)):
-            return [name for name in os.listdir(self._folder) if name != LOCK_NAME]
+        return self._folder.names()
 
     def create(self, name: str, size: int) -> RealFile:
-        descriptor = self._opened(name, os.O_CREAT | os.O_EXCL)
+        descriptor = self._folder.create(name)
         try:
-            with _mapped("create", name):
+            with mapped("create", self._folder.path / name):
                 os.posix_fallocate(descriptor, 0, size)
         except Unavailable:
             os.close(descriptor)
@@ -148,41 +148,17 @@ class RealDisk:
         return RealFile(self._folder, name, descriptor, is_new=True)
 
     def open(self, name: str) -> RealFile:
-        return RealFile(self._folder, name, self._opened(name, 0), is_new=False)
+        return RealFile(self._folder, name, self._folder.open(name), is_new=False)
 
     def remove(self, name: str) -> None:
-        with _mapped("remove", name):
-            (self._folder / name).unlink(missing_ok=True)
-            sync_folder(self._folder)
+        self._folder.remove(name)
 
     def close(self) -> None:
-        os.close(self._lock)
-
-    def _opened(self, name: str, flags: int) -> int:
-        flags |= os.O_RDWR | os.O_CLOEXEC
-        path = self._folder / name
-        with _mapped("open", name):
-            try:
-                return os.open(path, flags | os.O_DIRECT, 0o600)
-            except OSError as error:
-                if error.errno != errno.EINVAL:  # a file system that knows no direct I/O
-                    raise
-            # The failed call may have made the file all the same.
-            return os.open(path, flags & ~os.O_EXCL, 0o600)
+        self._folder.close()
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names of a folder's files last."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _mapped(what: str, name: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise Unavailable(f"flash: cannot {what} {name}: {error.strerror or error}") from None
+def open_files_max() -> int:
+    """Return how many files a log may have open: half of what this process may; the rest is for
+    connections."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return FILES_MAX if soft == resource.RLIM_INFINITY else min(soft // 2, FILES_MAX)

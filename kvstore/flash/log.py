@@ -6,51 +6,53 @@ it is in its file; it lasts through a power cut when it is synced, at the latest
 
     append ──> file full: its index is written, the next file (made meanwhile) begun
                  └─ no room for another: the oldest one is given back, after its records that were
-                    used since they were written have been copied forward
+                    used since they were written have been copied forward, and last
 
 A drop is first written down, then its blocks are overwritten, in every file, also those that newer
 records have replaced; a crash in between is made good by the next start. Faults of the disk are
-Unavailable to who writes, and a miss to who reads.
+Unavailable to who writes, and a miss to who reads: the file that met one is given up, and `sync`
+says that all lasts only after it has read that file again.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 
 from kvass.common.block import BlockHeader
 from kvass.common.errors import Invalid, Unavailable
-from kvass.kvstore.flash import records, recovery, table
+from kvass.kvstore.flash import records, table
 from kvass.kvstore.flash.appender import BUFFER_BYTES, Appender
 from kvass.kvstore.flash.background import Background
 from kvass.kvstore.flash.catalog import Catalog, places_of
-from kvass.kvstore.flash.disk import PAGE, Disk, page_memory
+from kvass.kvstore.flash.disk import FILES_MAX, PAGE, Disk, page_memory
+from kvass.kvstore.flash.files import SEGMENTS_MIN, Files
+from kvass.kvstore.flash.notes import Notes
 from kvass.kvstore.flash.records import DropOrder, FileHead, FileIndex
+from kvass.kvstore.flash.recovery import Found
 from kvass.kvstore.flash.segment import Segment, name_of
 
 _log = logging.getLogger(__name__)
 
-SEGMENTS_MIN = 3  # one being written, one to be given back, and the one that is spare in between
 # Of a file: write amplification stays below two.
 COPY_SHARE = 0.5
-DROP_KEYS_MAX = 4096  # of one note of a drop: 128 KiB
 SEGMENT_MAX = 1 << 30  # one that was not sealed is read whole at a start
 
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
-    """All in bytes."""
+    """All in bytes, but for `files_max`: how many files may be open at once."""
 
     flash_bytes: int
     segment_bytes: int
     unsynced_bytes: int
     buffer_bytes: int = BUFFER_BYTES
+    files_max: int = FILES_MAX
 
     def __post_init__(self) -> None:
         size = self.segment_bytes
@@ -66,9 +68,10 @@ class LogSettings:
 
 
 class FlashLog:
-    """Mutable fields: `catalog` (all files but `_current` are sealed, or given up after a fault),
-    `_current`, `_appender`, `_added` (records on their way to the file), `_next`,
-    `_background` (the files before and after `_current`)."""
+    """Mutable fields: `notes`, `catalog` (all files but `_current` and the last one are sealed, or
+    given up after a fault), `_current`, `_appender`, `_added` (records on their way to the file),
+    `_next`, `_renewals` (of the folder, seen), `_background` (the files before and after
+    `_current`)."""
 
     def __init__(
         self,
@@ -79,6 +82,7 @@ class FlashLog:
     ) -> None:
         """Rebuild from what is on the disk; raises Unavailable. `threads` runs the writes."""
         self.catalog = Catalog()
+        self.notes = Notes(disk)
         self._disk = disk
         self._settings = settings
         self._random_bytes = random_bytes
@@ -86,44 +90,66 @@ class FlashLog:
         unsynced = settings.unsynced_bytes - settings.segment_bytes
         self._appender = Appender(threads, unsynced, settings.buffer_bytes)
         self._background = Background(disk, threads, settings.segment_bytes)
+        limits = (settings.flash_bytes, settings.files_max)
+        self._files = Files(disk, self.catalog, self._background, *limits)
         self._current: Segment | None = None
         self._added: list[tuple[bytes, int]] = []
         self._zeros = page_memory(1 << 20)
         self._next = 1
-        self._rebuild()
+        self._renewals = disk.renewals
+        try:
+            self._rebuild(self._files.recover(settings.segment_bytes))
+        except BaseException:
+            self._files.close()
+            raise
 
-    def _rebuild(self) -> None:
-        found = recovery.recover(self._disk)
+    def _rebuild(self, found: list[Found]) -> None:
         for each in found:
-            self.catalog.segments[each.segment.sequence] = each.segment
             self._next = each.segment.sequence + 1
             rows = each.index.rows
             self.catalog.put(table.hashes_in(rows["key"]), places_of(each.segment, rows))
+        if self._files.unopened and any(each.drops for each in found):
+            raise Unavailable(
+                "flash: an erasure that was cut off must be finished in all files, and not all may "
+                "be open: raise the limit of open files"
+            )
         for each in found:
             for page, order in each.drops.items():
                 self._finish_drop(order, each.segment, page)
         for each in found:
             if not each.segment.sealed and each.segment.sequence in self.catalog.segments:
                 each.segment.seal()
-        while self._used_bytes() > self._settings.flash_bytes:  # it was given more before
-            self._free(self._victim())
+        while self._files.used_bytes() > self.total_bytes:  # it was given more before
+            self._files.free(self._files.victim(None))
 
     @property
     def total_bytes(self) -> int:
         """What its files may take together."""
-        return self._settings.flash_bytes
+        return self._files.limit_bytes
+
+    @property
+    def unopened(self) -> int:
+        """How many files could not be opened: they are kept, not served, and not erased."""
+        return self._files.unopened
 
     def sequences(self) -> list[int]:
         """Return which files there are, oldest first."""
         return sorted(self.catalog.segments)
 
-    def keys_in(self, sequence: int) -> list[bytes]:
-        """Return the keys whose newest records are in one file; raises Unavailable."""
+    def indexes(self) -> Iterator[FileIndex]:
+        """Return each file's records, newer and older ones of a block alike; raises Unavailable."""
+        return map(self._files.index_of, self._files.all())
+
+    def keys_in(self, sequence: int, chosen: table.Chosen | None = None) -> list[bytes]:
+        """Return the keys whose newest records are in one file, of chosen segments or of all;
+        raises Unavailable."""
         segment = self.catalog.segments.get(sequence)
         if segment is None:
             return []
-        rows = self._index_of(segment).rows
+        rows = self._files.index_of(segment).rows
         newest = self.catalog.newest(table.hashes_in(rows["key"]), places_of(segment, rows))
+        if chosen is not None:
+            newest &= chosen(rows["segment"])
         return [row.tobytes() for row in rows["key"][newest]]
 
     # --- appending ---
@@ -134,7 +160,7 @@ class FlashLog:
         try:
             count = sum(self._add(header, payload, "appended") for header, payload in blocks)
             self._publish()
-        except Unavailable as error:
+        except Exception as error:
             self._give_up(error)
             raise
         return count
@@ -144,18 +170,30 @@ class FlashLog:
         self._end(self._appender.flush)
 
     def sync(self) -> None:
-        """As `flush`, and it lasts."""
-        self._end(self._appender.sync)
+        """As `flush`, and all that is found lasts, what was found before a fault too; raises
+        Unavailable when it does not."""
+        self._end(self._appender.sync, lasting=True)
 
-    def _end(self, write: Callable[[], None]) -> None:
+    def _end(self, write: Callable[[], None], *, lasting: bool = False) -> None:
         try:
             if self._current is not None:
                 write()
                 self._publish()
             self._background.settle()
-        except Unavailable as error:
+            if lasting:
+                self._secure()
+        except Exception as error:
             self._give_up(error)
             raise
+
+    def _secure(self) -> None:
+        """Let what is neither sealed nor being written last, or be found no more."""
+        for segment in self._files.all():
+            if not segment.sealed and segment is not self._current:
+                self._files.secure(segment)
+        missing = self._files.forget_missing()
+        if missing:
+            raise Unavailable(f"flash: somebody has removed {missing} files, with their blocks")
 
     def close(self) -> None:
         """Sync, and let go of the files."""
@@ -164,9 +202,7 @@ class FlashLog:
             self._background.close()
         except Unavailable as error:
             _log.error("%s: what was not synced may be lost", error)
-        for segment in self.catalog.segments.values():
-            segment.close()
-        self.catalog.segments.clear()
+        self._files.close()
         self._disk.close()
 
     def _add(self, header: BlockHeader, payload: memoryview, why: str) -> bool:
@@ -214,28 +250,34 @@ class FlashLog:
             self._appender.flush()
             self._publish()
             self._background.seal(segment)
-        while self._is_full():  # a fault came between the last file and the room for this one
-            self._free(self._victim())
-        file = self._background.take(name_of(self._next))
+        while not self._has_room():  # a fault came between the last file and the room for this one
+            self._clean(self._files.victim(None))
+        # Whatever becomes of this file, its name is not tried again.
         sequence, self._next = self._next, self._next + 1
+        self._see_folder()
+        file = self._background.take(name_of(sequence))
         file_id = self._random_bytes(records.ID_BYTES)
         segment = Segment(file, FileHead(file_id, sequence, self._settings.segment_bytes))
         self.catalog.segments[sequence] = segment
         self._current = segment
         self._appender.start(segment.file)
         self._appender.add(records.file_head(segment.head))
-        if self._is_full():
-            self._clean(self._victim())
+        if not self._has_room():
+            self._clean(self._files.victim(segment))
         self._background.make(name_of(self._next))
 
-    def _is_full(self) -> bool:
-        """Say whether there is no room for another file."""
-        return self._used_bytes() + self._settings.segment_bytes > self._settings.flash_bytes
+    def _see_folder(self) -> None:
+        """When somebody has removed the folder, what was in it is not found any more either."""
+        if self._disk.renewals > self._renewals:
+            self._renewals, before = self._disk.renewals, len(self.catalog)
+            self._files.forget_missing()
+            gone = before - len(self.catalog)
+            _log.error("flash: %d blocks are gone with the folder that was removed", gone)
 
-    def _used_bytes(self) -> int:
-        return sum(each.head.size for each in self.catalog.segments.values())
+    def _has_room(self) -> bool:
+        return self._files.have_room(self._settings.segment_bytes)
 
-    def _give_up(self, error: Unavailable) -> None:
+    def _give_up(self, error: Exception) -> None:
         """The file's end is in doubt: what is found stays, nothing more is appended to it."""
         self.catalog.fault("write", error)
         self._current = None
@@ -244,21 +286,29 @@ class FlashLog:
 
     # --- giving files back ---
 
-    def _victim(self) -> Segment:
-        """Return the oldest file, or one that holds nothing any more."""
-        files = (each for each in self.catalog.segments.values() if each is not self._current)
-        return min(files, key=lambda each: (each.live_pages > 0, each.sequence))
-
     def _clean(self, segment: Segment) -> None:
-        """Copy what is worth it forward, then give the file back."""
-        if segment.hot_pages:
+        """Copy what is worth it forward, where there is a file for it, then give the file back."""
+        is_replaced = self._files.is_replaced(segment)
+        if self._current is not None and segment.hot_pages:
             self._copy_forward(segment)
             self._appender.sync()
             self._publish()
-        self._free(segment)
+        if is_replaced:
+            self._let_all_last()
+        self._files.free(segment)
+
+    def _let_all_last(self) -> None:
+        """What is found instead of older records must last before these go."""
+        self._background.settle()
+        if self._current is not None:
+            self._appender.sync()
+            self._publish()
+        for each in self._files.all():
+            if not each.sealed and each is not self._current:
+                each.file.sync()
 
     def _copy_forward(self, segment: Segment) -> None:
-        rows = self._index_of(segment).rows
+        rows = self._files.index_of(segment).rows
         places = places_of(segment, rows)
         hot = self.catalog.hot(table.hashes_in(rows["key"]), places)
         left = int(self._settings.segment_bytes * COPY_SHARE)
@@ -276,51 +326,30 @@ class FlashLog:
             else:
                 self.catalog.found_wrong(key, place)
 
-    def _free(self, segment: Segment) -> None:
-        try:
-            rows = self._index_of(segment).rows
-        except Unavailable:
-            self.catalog.remove_file(segment.sequence)
-        else:
-            self.catalog.remove(table.hashes_in(rows["key"]), places_of(segment, rows))
-        # Until it is gone from the disk it must be known: a drop has to reach it.
-        self._disk.remove(name_of(segment.sequence))
-        del self.catalog.segments[segment.sequence]
-        segment.close()
-        self.catalog.counts["freed_files"] += 1
-
-    def _index_of(self, segment: Segment) -> FileIndex:
-        """Return a file's records, also when its index is damaged; raises Unavailable."""
-        self._background.settle(segment)
-        try:
-            return segment.index()
-        except Unavailable as error:
-            _log.error("%s; it is made anew from what is in the file", error)
-        found = recovery.read_through(segment)
-        segment.seal()
-        return found.index
-
     # --- erasing ---
 
     def drop(self, order: DropOrder) -> int:
         """Erase blocks, for good, when this returns; returns how many were found. Raises
         Unavailable when not all of it could be done."""
         try:
-            return sum(self._drop(part) for part in _parts(order))
-        except Unavailable as error:
+            count = sum(self._drop(part) for part in order.parts())
+        except Exception as error:
             self._give_up(error)
             raise
+        if self._files.unopened:
+            raise Unavailable(
+                f"flash: {self._files.unopened} files that could not be opened were not erased: "
+                "raise the limit of open files, start the node again, and drop again"
+            )
+        return count
 
     def _drop(self, order: DropOrder) -> int:
         try:
             segment, page = self._note(order)
         except Unavailable as error:  # a full disk takes no note; to overwrite needs no room
             self._give_up(error)
-            return sum(self._erase(each, order) for each in self._files())
+            return sum(self._erase(each, order) for each in self._files.all())
         return self._finish_drop(order, segment, page)
-
-    def _files(self) -> list[Segment]:
-        return list(self.catalog.segments.values())
 
     def _note(self, order: DropOrder) -> tuple[Segment, int]:
         """Write down, so that it lasts, what is about to be erased."""
@@ -336,7 +365,7 @@ class FlashLog:
     def _finish_drop(self, order: DropOrder, noted_in: Segment, page: int) -> int:
         """Erase what was written before the note, then the note."""
         count = 0
-        for segment in self._files():
+        for segment in self._files.all():
             if segment.sequence <= noted_in.sequence:
                 before = page if segment is noted_in else table.PAGE_MAX
                 count += self._erase(segment, order, before)
@@ -347,7 +376,7 @@ class FlashLog:
         return count
 
     def _erase(self, segment: Segment, order: DropOrder, before: int = table.PAGE_MAX) -> int:
-        index = self._index_of(segment)
+        index = self._files.index_of(segment)
         chosen = order.matches(index.rows, index.origins) & (index.rows["page"] < before)
         if not chosen.any():
             return 0
@@ -355,7 +384,7 @@ class FlashLog:
         there = self.catalog.remove(table.hashes_in(rows["key"]), places_of(segment, rows))
         # The file with the note must stay until the rest is done.
         if chosen.all() and segment.sealed:
-            self._free(segment)
+            self._files.free(segment)
         else:
             for row in rows:
                 self._overwrite(segment, int(row["page"]), int(row["pages"]))
@@ -369,13 +398,3 @@ class FlashLog:
             size = min(end - at, len(self._zeros))
             segment.file.write(at, self._zeros[:size])
             at += size
-
-
-def _parts(order: DropOrder) -> list[DropOrder]:
-    """Cut a drop by keys into notes of bounded size."""
-    if order.keys is None:
-        return [order]
-    starts = range(0, len(order.keys), DROP_KEYS_MAX)
-    return [
-        msgspec.structs.replace(order, keys=order.keys[at : at + DROP_KEYS_MAX]) for at in starts
-    ]

@@ -68,12 +68,14 @@ class MemoryFile:
 
 class MemoryDisk:
     """Mutable fields: `files` by name; `budget` (bytes that may still be written before the process
-    dies, None: no end), `written`, `refuses` (says why an operation on a file fails, or None)."""
+    dies, None: no end), `written`, `refuses` (says why an operation on a file fails, or None),
+    `renewals` (see `Disk`)."""
 
     def __init__(self) -> None:
         self.files: dict[str, _Content] = {}
         self.budget: int | None = None
         self.written = 0
+        self.renewals = 0
         self.refuses: Callable[[str, str], str | None] = lambda what, name: None
 
     def names(self) -> list[str]:

@@ -21,7 +21,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvass.common.block import BlockHeader
-from kvass.common.errors import Invalid
+from kvass.common.errors import Invalid, Unavailable
 from kvass.common.keys import KEY_BYTES
 from kvass.kvstore.flash.disk import PAGE
 
@@ -29,8 +29,10 @@ FILE_MAGIC = b"KVASSLOG"
 RECORD_MAGIC = b"KVASSREC"
 INDEX_MAGIC = b"KVASSIDX"
 VERSION = 1
+INDEX_VERSION = 2  # a file whose index has another one is read through, and gets a new one
 ID_BYTES = 16
 PAYLOAD_ALIGN = 64  # as in a slot, so that a copy runs from cache line to cache line
+DROP_KEYS_MAX = 4096  # of one record of a drop: 128 KiB
 BODY_BYTES_MAX = 1 << 24  # a head is believed only so far before its checksum was seen
 
 # The last field of each is the checksum of all that comes before it, and of the body.
@@ -40,8 +42,18 @@ _TAIL = struct.Struct("<8sHxxxxxx16sIIQQ")
 KIND_BLOCK, KIND_DROP = 1, 2
 CODEC_PLAIN = 0  # the only one: zstd takes longer than the bytes it saves on a local disk
 
+# Of the parent's and the segment's key the first bytes, as `table.py` has them: to find what was
+# computed upon a block, and where it belongs, without a look at its record.
 ROW = np.dtype(
-    [("key", np.uint8, (KEY_BYTES,)), ("page", "<u4"), ("pages", "<u4"), ("origin", "<u4")]
+    [
+        ("key", np.uint8, (KEY_BYTES,)),
+        ("parent", "<u8"),
+        ("segment", "<u8"),
+        ("page", "<u4"),
+        ("pages", "<u4"),
+        ("origin", "<u4"),
+        ("index", "<u4"),
+    ]
 )
 Rows = NDArray[np.void]
 
@@ -61,6 +73,15 @@ class DropOrder(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     tenant: str | None = None
     writer: str | None = None
     keys: tuple[bytes, ...] | None = None
+
+    def parts(self) -> list[DropOrder]:
+        """Cut a drop by keys into records of bounded size."""
+        if self.keys is None:
+            return [self]
+        starts = range(0, len(self.keys), DROP_KEYS_MAX)
+        return [
+            msgspec.structs.replace(self, keys=self.keys[at : at + DROP_KEYS_MAX]) for at in starts
+        ]
 
     def matches(self, rows: Rows, origins: Sequence[Origin]) -> NDArray[np.bool_]:
         """Say which rows of a file it erases."""
@@ -136,12 +157,14 @@ def file_head(head: FileHead) -> bytes:
 
 def read_file_head(page: memoryview) -> FileHead | None:
     """Return what a file's first page says; None when it is none (a file whose making was cut
-    off)."""
+    off). Raises Unavailable for one of another version."""
     magic, version, file_id, sequence, size, checksum = _FILE.unpack_from(page)
     if magic != FILE_MAGIC or checksum != _sum(page[: _FILE.size - 8]):
         return None
     if version != VERSION:
-        raise Invalid(f"flash: a file has format version {version}; this program knows {VERSION}")
+        raise Unavailable(
+            f"flash: a file has format version {version}; this program knows {VERSION}"
+        )
     return FileHead(file_id, sequence, size)
 
 
@@ -208,7 +231,7 @@ def file_index(index: FileIndex, file_id: bytes) -> bytes:
     rows, origins = index.rows.tobytes(), msgspec.msgpack.encode(index.origins)
     size = pages_of(len(rows) + len(origins) + _TAIL.size) * PAGE
     padding = bytes(size - len(rows) - len(origins) - _TAIL.size)
-    fields = (INDEX_MAGIC, VERSION, file_id, len(index.rows), len(origins), size)
+    fields = (INDEX_MAGIC, INDEX_VERSION, file_id, len(index.rows), len(origins), size)
     checksum = _sum(rows, origins, _TAIL.pack(*fields, 0)[:-8])
     return rows + origins + padding + _TAIL.pack(*fields, checksum)
 
@@ -217,7 +240,8 @@ def index_room(end: memoryview, file_id: bytes) -> int:
     """Return the size of the index whose last bytes are `end`; 0 when there is none."""
     magic, version, found_id, rows, origins, size, _ = _TAIL.unpack_from(end, len(end) - _TAIL.size)
     fits = size >= rows * ROW.itemsize + origins + _TAIL.size and size % PAGE == 0
-    return size if (magic, version, found_id) == (INDEX_MAGIC, VERSION, file_id) and fits else 0
+    is_ours = (magic, version, found_id) == (INDEX_MAGIC, INDEX_VERSION, file_id)
+    return size if is_ours and fits else 0
 
 
 def read_index(data: memoryview, file_id: bytes) -> FileIndex | None:

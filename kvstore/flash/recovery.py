@@ -2,10 +2,13 @@
 
 A file whose index is missing or damaged is read through, payloads and all: what is whole is kept,
 and every other byte that is not zero is overwritten, so that nothing is left that no index names.
+What cannot be opened is kept, and what is not the log's is left alone.
 """
 
 from __future__ import annotations
 
+import logging
+import re
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +20,10 @@ from kvass.kvstore.flash.disk import PAGE, Disk, page_memory
 from kvass.kvstore.flash.records import DropOrder, FileIndex, Record
 from kvass.kvstore.flash.segment import Segment, name_of
 
+_log = logging.getLogger(__name__)
+
+OWN_NAME = re.compile("segment-[0-9a-f]{16}")
+
 
 @dataclass(slots=True)
 class Found:
@@ -27,9 +34,10 @@ class Found:
     drops: dict[int, DropOrder] = field(default_factory=dict)
 
 
-def recover(disk: Disk) -> list[Found]:
-    """Return every file that holds something, oldest first; what was read and holds nothing is
-    removed. One that was not sealed is not sealed now either.
+def recover(disk: Disk, files_max: int) -> tuple[list[Found], list[str]]:
+    """Return every file that holds something, oldest first, and the names of the oldest ones
+    beyond `files_max`, which are not opened. What was read and holds nothing is removed; one that
+    was not sealed is not sealed now either.
 
     Raises Unavailable when the folder or one of its files cannot be read, and removes nothing then:
     rights that are missing, descriptors that have run out and a bad sector are all mended, or the
@@ -37,21 +45,30 @@ def recover(disk: Disk) -> list[Found]:
     """
     found: list[Found] = []
     empty: list[str] = []
+    names = sorted((name for name in disk.names() if _is_own(name)), reverse=True)
     try:
-        for name in disk.names():
-            if name.startswith("segment-"):
-                each = _open(disk, name)
-                if each is None:
-                    empty.append(name)
-                else:
-                    found.append(each)
+        for name in names[:files_max]:
+            each = _open(disk, name)
+            if each is None:
+                empty.append(name)
+            else:
+                found.append(each)
         for name in empty:
             disk.remove(name)
     except BaseException:
         for each in found:
             each.segment.close()
         raise
-    return sorted(found, key=lambda each: each.segment.sequence)
+    found.reverse()
+    return found, names[files_max:]
+
+
+def _is_own(name: str) -> bool:
+    if OWN_NAME.fullmatch(name):
+        return True
+    if name.startswith("segment-"):
+        _log.warning("flash: %s is no file of the log: it is left alone", name)
+    return False
 
 
 def _open(disk: Disk, name: str) -> Found | None:
@@ -94,6 +111,11 @@ def read_through(segment: Segment) -> Found:
             at += PAGE
             continue
         if isinstance(record.content, BlockHeader):
+            end = at + record.pages * PAGE
+            if not segment.room_after(end, record.content):
+                # An index of an earlier version was smaller than the one that is to come here.
+                junk += range(at, len(data) // PAGE * PAGE, PAGE)
+                break
             segment.add(record.content, at // PAGE, record.pages)
         else:
             drops[at // PAGE] = record.content

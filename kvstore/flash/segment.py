@@ -16,7 +16,10 @@ from kvass.common.errors import Unavailable
 from kvass.kvstore.flash import records
 from kvass.kvstore.flash.disk import DiskFile, page_memory
 from kvass.kvstore.flash.records import FileHead, FileIndex, Origin
+from kvass.kvstore.flash.table import hash_of
 
+_Row = tuple[bytes, int, int, int, int, int, int]  # the key, then `_COLUMNS`
+_COLUMNS = ("parent", "segment", "page", "pages", "origin", "index")
 TAIL_READ = 128 << 10  # holds the index of most files, so that one read brings it
 
 
@@ -36,7 +39,7 @@ class Segment:
         self.sealed = False
         self.live_pages = 0
         self.hot_pages = 0
-        self._rows: list[tuple[bytes, int, int, int]] = []
+        self._rows: list[_Row] = []
         self._origins: dict[Origin, int] = {}
         self._origins_size = 0
         self._lock = threading.Lock()
@@ -87,7 +90,9 @@ class Segment:
         if origin not in self._origins:
             self._origins[origin] = len(self._origins)
             self._origins_size += len(msgspec.msgpack.encode(origin))
-        self._rows.append((header.key, page, pages, self._origins[origin]))
+        parent, segment = hash_of(header.parent), hash_of(header.segment_key)
+        number = self._origins[origin]
+        self._rows.append((header.key, parent, segment, page, pages, number, header.index))
 
     def forget(self) -> None:
         """It has no records that are known."""
@@ -102,7 +107,7 @@ class Segment:
         self._origins = {origin: number for number, origin in enumerate(index.origins)}
         self._origins_size = sum(len(msgspec.msgpack.encode(each)) for each in index.origins)
         keys = [row.tobytes() for row in index.rows["key"]]
-        columns = (index.rows[name].tolist() for name in ("page", "pages", "origin"))
+        columns = (index.rows[name].tolist() for name in _COLUMNS)
         self._rows = list(zip(keys, *columns, strict=True))
 
     def index(self) -> FileIndex:
@@ -114,9 +119,10 @@ class Segment:
             return found
         rows = np.empty(len(self._rows), dtype=records.ROW)
         if self._rows:
-            keys, pages, counts, origins = zip(*self._rows, strict=True)
+            keys, *columns = zip(*self._rows, strict=True)
             rows["key"] = np.frombuffer(b"".join(keys), dtype=np.uint8).reshape(len(rows), -1)
-            rows["page"], rows["pages"], rows["origin"] = pages, counts, origins
+            for name, column in zip(_COLUMNS, columns, strict=True):
+                rows[name] = column
         return FileIndex(rows, list(self._origins))
 
     def seal(self) -> None:

@@ -7,7 +7,7 @@ threads: the log has a lock around it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from kvass.common.keys import KEY_BYTES
 
 U64 = NDArray[np.uint64]
+Chosen = Callable[[U64], NDArray[np.bool_]]  # segments, by the first bytes of their keys
 _EMPTY, _GONE = np.uint64(0), np.uint64(1)
 LOAD_MAX = 0.75  # beyond it chains of occupied slots grow long
 SLOTS_MIN = 1 << 10
@@ -41,6 +42,11 @@ def page_in(place: int) -> int:
 
 def pages_in(place: int) -> int:
     return place & PAGES_MAX
+
+
+def hash_of(key: bytes) -> int:
+    """Return the part of one key that the table holds."""
+    return max(int.from_bytes(key[:8], "little"), int(_GONE) + 1)
 
 
 def hashes_of(keys: Sequence[bytes]) -> U64:

@@ -3,10 +3,10 @@
     drop ──> a mark: for a while no copy (fill, repair, handover) of what matches is taken here
     bar  ──> the writer's blocks are dropped, and for a while nothing of his is taken, from nobody
 
-The store's nodes erase one after the other, so a node that has erased could take a copy from one
-that has not yet been told. A mark outlives the time in which all are told (`client.drop` gives them
-seconds) and any copy that was begun before. What a writer puts anew after a drop is taken: it is
-new. It refuses to know where blocks are.
+Before a node takes a copy from another it makes sure that this one has heard of every erasure that
+itself has heard of (`node/exchange.py`); but a copy may be under way, from there or from the own
+flash, and come after the blocks were erased. A mark outlives any that was begun before. What a
+writer puts anew after a drop is taken: it is new. It refuses to know where blocks are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvass.common.block import BlockHeader
 
 Matches = Callable[[BlockHeader], bool]
 
-# A drop's deadline, and a fill's description and copies under way: seconds each.
+# A fill's description and copies under way, and what rises: seconds each.
 MARK_S = 60.0
 MARKS_MAX = 256  # drops are an operator's; the oldest mark goes
 # A barred worker is looked at, mended and started anew, under another name or after this.
@@ -39,10 +39,12 @@ class Erasures:
         """What matches was erased now."""
         self._marks.append((now_s + MARK_S, matches))
 
-    def bar(self, writer: str, now_s: float) -> None:
-        """Take nothing of this writer for a while."""
-        self._barred.pop(writer, None)
-        self._barred[writer] = now_s + BAR_S
+    def bar(self, writer: str, now_s: float, age_s: float = 0.0) -> None:
+        """Take nothing of this writer for a while, which began `age_s` ago."""
+        ends_s = max(now_s + BAR_S - age_s, self._barred.pop(writer, now_s))
+        if ends_s <= now_s:
+            return
+        self._barred[writer] = ends_s
         if len(self._barred) > BARRED_MAX:
             del self._barred[next(iter(self._barred))]
 

@@ -30,6 +30,16 @@ LAST_OF_SEGMENT = SEGMENT_BLOCKS - 1
 
 
 @dataclass(frozen=True, slots=True)
+class Barred:
+    """What a bar has erased: how many `blocks`; `wrong` are all keys that are known to be wrong,
+    here or elsewhere; after `ends` other nodes may have more."""
+
+    blocks: int
+    wrong: set[bytes]
+    ends: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
 class Limits:
     """Shares are of the slab. `epoch` is new with each start of the node."""
 
@@ -248,13 +258,9 @@ class Index:
         self.dropped += len(chosen)
         return len(chosen)
 
-    def bar(self, writer: str, after: Iterable[bytes], now_s: float) -> tuple[int, list[bytes]]:
-        """Take nothing of a writer any more; erase his blocks and what was computed upon them, or
-        upon the blocks `after`, which are elsewhere.
-
-        Returns how many went, and the keys that other nodes may have more after.
-        """
-        self.erasures.bar(writer, now_s)
+    def bar(self, writer: str, after: Iterable[bytes], now_s: float) -> Barred:
+        """Erase a writer's blocks and what was computed upon them, or upon the blocks `after`,
+        which are elsewhere. That nothing more of his is taken is `erasures.bar`'s."""
         wrong = set(after)
         entries = sorted(self.ledger.entries.values(), key=lambda entry: entry.header.index)
         for entry in entries:
@@ -265,7 +271,8 @@ class Index:
             for entry in entries
             if entry.header.key in wrong and entry.header.index % SEGMENT_BLOCKS == LAST_OF_SEGMENT
         ]
-        return self.drop(lambda h: h.key in wrong or h.writer == writer, now_s), ends
+        blocks = self.drop(lambda h: h.key in wrong or h.writer == writer, now_s)
+        return Barred(blocks, wrong, ends)
 
     def found_corrupt(self, entry: Entry, now_s: float) -> None:
         """The bytes of a visible block are not what they were: nobody finds it any more."""

@@ -95,16 +95,20 @@ class Ledger:
         entry = self.entries.get(key)
         return entry if entry is not None and entry.state == "visible" else None
 
-    def open(self, header: BlockHeader, head_groups: int, ends_s: float) -> Entry | None:
-        """Start a block that is being written, evicting as needed; None when the slab is full, or
-        the tenant's quota is."""
+    def open(
+        self, header: BlockHeader, head_groups: int, ends_s: float, *, evicts: bool = True
+    ) -> Entry | None:
+        """Start a block that is being written, evicting as needed, unless it shall not; None when
+        the slab is full, or the tenant's quota is."""
         assert header.key not in self.entries
         tenant, size = header.tenant, slot_size(header.length)
-        if not self._fit_quota(tenant, size):
+        if not self._fit_quota(tenant, size, evicts):
             self.over_quota += 1
             return None
         slot = self._take(size)
         while slot is None:
+            if not evicts:
+                return None
             victim = self.shares.victim(tenant, size, self._evictable)
             if victim is None:
                 return None
@@ -139,12 +143,12 @@ class Ledger:
         entry.slot = slot
         self.relocated += 1
 
-    def _fit_quota(self, tenant: str, size: int) -> bool:
+    def _fit_quota(self, tenant: str, size: int, evicts: bool) -> bool:
         """Evict a tenant's own blocks until `size` bytes more are within its quota."""
         if self.shares.never_fits(tenant, size):
             return False
         while self.shares.is_over(tenant, size):
-            victim = self.shares.own_victim(tenant, self._evictable)
+            victim = self.shares.own_victim(tenant, self._evictable) if evicts else None
             if victim is None:
                 return False
             self._evict(victim)

@@ -46,6 +46,7 @@ class PutOrder:
     hold_owner: str = ""
     hold_ends_s: float = 0.0
     is_copy: bool = False  # of blocks that another node, or another tier of this one, has
+    spares: bool = False  # takes free room alone: nothing is evicted for it
     is_own: bool = False  # from another tier of this node: taken also while it drains
 
 
@@ -144,7 +145,7 @@ class Puts:
             return "full"  # for ever
         if not self._hold(order, header):
             return "full"
-        entry = self._ledger.open(header, order.head_groups, order.ends_s)
+        entry = self._ledger.open(header, order.head_groups, order.ends_s, evicts=not order.spares)
         if entry is None:
             self._guards.forget(header.key)
             return "full"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import anyio
@@ -32,10 +32,12 @@ from kvass.kvstore.client.pulls import PullOutcome, pull
 from kvass.kvstore.index.puts import PutOrder
 from kvass.kvstore.links import CALL_S, NodeLink
 from kvass.kvstore.node.slab import Slab
-from kvass.kvstore.node.state import NodeState, request_of
+from kvass.kvstore.node.state import NodeState, ranges, request_of
 from kvass.kvstore.router import Router
 from kvass.kvstore.transfers import TRANSFER_S, PlainShape, Transfers
 
+FULL_S = 5.0  # for which a copy that found no room is not tried again
+FULL_MAX = 65_536  # such copies; 6 MB of memory
 QUEUED_MAX = 16_384  # blocks; of the default model 3 GB, a second or two of a fast network
 OWN_SESSION = "fill"  # no process's start id: the puts that this node makes to itself
 
@@ -69,22 +71,35 @@ class _SlabSlots:
 Kind = tuple[bytes, str, str, int, int, int]  # a `messages.Shape` without its index
 
 
+async def _agreed(link: NodeLink) -> None:
+    """There are no erasures."""
+
+
 @dataclass(slots=True)
 class Filler:
-    """The copies that one node takes. Mutable fields: `_queue` (source, span), `_queued` (keys),
-    `_news`, and the counts of blocks `filled`, `failed` and `dropped` (there was no room in the
-    queue)."""
+    """The copies that one node takes. `agree` returns when a source has heard of every erasure that
+    this node has heard of, `found` what of some keys is below memory. Mutable fields: `_queue`
+    (source, span, whether it spares what is here), `_queued` (keys), `_lasting` (of these, what is
+    to go to flash), `_full` (keys that found no free room, with when), `_news`, and
+    the counts of blocks `filled`, `failed`, `refused` (no free room) and `dropped` (there was no
+    room in the queue)."""
 
     state: NodeState
     slab: Slab
     router: Router
     executor: Executor
     tasks: anyio.abc.TaskGroup
+    agree: Callable[[NodeLink], Awaitable[None]] = _agreed
+    found: Callable[[Sequence[bytes]], set[bytes]] = lambda keys: set()
+    has_flash: bool = False
     filled: int = 0
     failed: int = 0
     dropped: int = 0
-    _queue: deque[tuple[str, m.Span]] = field(default_factory=deque)
+    refused: int = 0
+    _queue: deque[tuple[str, m.Span, bool]] = field(default_factory=deque)
+    _full: dict[bytes, float] = field(default_factory=dict)
     _queued: set[bytes] = field(default_factory=set)
+    _lasting: set[bytes] = field(default_factory=set)
     _news: anyio.Event = field(default_factory=anyio.Event)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _transfers: dict[PlainShape, Transfers] = field(default_factory=dict)
@@ -99,20 +114,23 @@ class Filler:
             "filled": self.filled,
             "fill_failed": self.failed,
             "fill_dropped": self.dropped,
+            "fill_refused": self.refused,
         }
 
     async def run(self) -> None:
         """Take copies, one span after the other, until cancelled."""
         while True:
             while self._queue:
-                source, span = self._queue.popleft()
+                source, span, spare = self._queue.popleft()
                 keys = {key for _, key in span.named()}
                 try:
-                    await self._take(source, span)
+                    await self._take(source, span, spare)
                 except KvassError:
                     self.failed += len(keys)
                 finally:
                     self._queued -= keys
+                    self._make_last(keys & self._lasting)
+                    self._lasting -= keys
             await self._news.wait()
             self._news = anyio.Event()
 
@@ -132,30 +150,57 @@ class Filler:
     async def _fill(self, call: Call) -> m.Filling:
         request = request_of(call, m.Fill)
         visible = self.state.index.ledger.visible
-        lacking = 0
+        below = self.found([key for span in request.spans for _, key in span.named()])
+        missing: list[int] = []
+        full: list[int] = []
+        places = itertools.count()
         for span in request.spans:
-            missing = [key for _, key in span.named() if visible(key) is None]
-            lacking += len(missing)
-            self._queue_up(request.source, span, missing)
-        return m.Filling(lacking=lacking)
+            above = [
+                (place, key)
+                for (_, key), place in zip(span.named(), places, strict=False)
+                if key not in below
+            ]
+            lacking = [(place, key) for place, key in above if visible(key) is None]
+            until_it_lasts = request.lasting and self.has_flash
+            missing += [place for place, _ in (above if until_it_lasts else lacking)]
+            if request.spare:
+                full += [place for place, key in lacking if self._found_no_room(key)]
+                lacking = [each for each in lacking if not self._found_no_room(each[1])]
+            self._queue_up(request.source, span, [key for _, key in lacking], request.spare)
+            if request.lasting:
+                self._lasting |= self._queued.intersection(key for _, key in lacking)
+                self._make_last({key for _, key in span.named()})
+        return m.Filling(missing=ranges(missing), full=ranges(full))
 
-    def _queue_up(self, source: str, span: m.Span, missing: Sequence[bytes]) -> None:
+    def _make_last(self, keys: set[bytes]) -> None:
+        """Of these, what is here goes to flash as if it had been asked for."""
+        visible = self.state.index.ledger.visible
+        self.state.on_asked([key for key in keys if visible(key) is not None])
+
+    def _found_no_room(self, key: bytes) -> bool:
+        """Whether a copy was refused just now for want of free room."""
+        return self.state.now_s() - self._full.get(key, -FULL_S) < FULL_S
+
+    def _queue_up(self, source: str, span: m.Span, missing: Sequence[bytes], spare: bool) -> None:
         fresh = [key for key in missing if key not in self._queued]
         if not fresh:
             return
         if len(self._queued) + len(fresh) > QUEUED_MAX:
             self.dropped += len(fresh)
             return
-        self._queue.append((source, span))
+        self._queue.append((source, span, spare))
         self._queued.update(fresh)
         self._news.set()
 
-    async def _take(self, source: str, span: m.Span) -> None:
+    async def _take(self, source: str, span: m.Span, spare: bool) -> None:
         """Copy what of a span is there and not here."""
         link = self.router.link(source)
+        await self.agree(link)
         described = await link.call(m.Describe(spans=(span,)), deadline_s=CALL_S)
         kinds: dict[Kind, list[int]] = {}
         for shape in described.shapes:
+            if shape.block_size % shape.head_groups:
+                continue  # no block is like that
             kind = (
                 shape.namespace,
                 shape.tenant,
@@ -168,15 +213,19 @@ class Filler:
         piece = m.Piece(span)
         own = {index for index, _ in span.named()}
         for kind, indices in kinds.items():
-            await self._copy(link, piece, sorted(own.intersection(indices)), kind)
+            await self._copy(link, piece, sorted(own.intersection(indices)), kind, spare)
 
     async def _copy(
-        self, link: NodeLink, piece: m.Piece, indices: Sequence[int], kind: Kind
+        self, link: NodeLink, piece: m.Piece, indices: Sequence[int], kind: Kind, spare: bool
     ) -> None:
         """Bring blocks of one kind into slots of their own, check them, and show them."""
         index, now_s = self.state.index, self.state.now_s
-        order = self._order(piece, indices, kind)
-        index.put_begin(order, now_s())
+        order = self._order(piece, indices, kind, spare)
+        verdicts = index.put_begin(order, now_s())
+        if spare:
+            self._note_full(
+                h.key for h, v in zip(order.headers, verdicts, strict=True) if v == "full"
+            )
         keys = [header.key for header in order.headers]
         begun = index.begin_moves(order.put_id, OWN_SESSION, keys, now_s())
         moves = {
@@ -199,7 +248,15 @@ class Filler:
             self.state.on_moved("fill", kind[4] * len(outcome.pulled), now_s() - begun_s)
             self.state.notify()
 
-    def _order(self, piece: m.Piece, indices: Sequence[int], kind: Kind) -> PutOrder:
+    def _note_full(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self.refused += 1
+            self._full.pop(key, None)
+            self._full[key] = self.state.now_s()
+            if len(self._full) > FULL_MAX:
+                del self._full[next(iter(self._full))]
+
+    def _order(self, piece: m.Piece, indices: Sequence[int], kind: Kind, spare: bool) -> PutOrder:
         namespace, tenant, writer, token_count, block_size, head_groups = kind
         headers = [
             BlockHeader(
@@ -224,6 +281,7 @@ class Filler:
             groups=range(head_groups),
             ends_s=self.state.now_s() + 2 * TRANSFER_S,
             is_copy=True,
+            spares=spare,
         )
 
     def _moving(self, shape: PlainShape) -> Transfers:

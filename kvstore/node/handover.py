@@ -6,6 +6,7 @@
 
 It only tells: whoever is told takes the copy by itself, when it has time (`fills.py`), or has it
 already. So copies cost a writer nothing, and a cluster that has just lost a node is not stormed.
+What a drain offers goes into free room alone: nobody evicts for it, and who is full refuses it.
 """
 
 from __future__ import annotations
@@ -35,34 +36,65 @@ DRAIN_LOOK_S = 0.2  # between two looks at what those who were told have taken
 DRAIN_IDLE_S = 10.0  # without one more block over there, the rest is given up
 
 
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What a drain has come to, in blocks: each is one of the last four. `refused`: nowhere else,
+    since those that it was offered to have no room. `untaken`: nowhere else, for other reasons."""
+
+    elsewhere: int = 0
+    handed: int = 0
+    refused: int = 0
+    untaken: int = 0
+
+    @property
+    def lost(self) -> int:
+        """How many blocks go with this node."""
+        return self.refused + self.untaken
+
+    @property
+    def blocks(self) -> int:
+        return self.elsewhere + self.handed + self.lost
+
+    def plus(self, other: Tally) -> Tally:
+        return Tally(
+            self.elsewhere + other.elsewhere,
+            self.handed + other.handed,
+            self.refused + other.refused,
+            self.untaken + other.untaken,
+        )
+
+
 @dataclass(slots=True)
 class Handover:
     """One node's view of the others. Mutable fields: `_place`, `_queue` (an ordered set of keys),
-    `_news`, `_lost_s` (when repair is due), and the counts `told`, `untold` (no answer), `offered`
-    (by a drain) and `left` (blocks that it has still to see elsewhere). `below` brings up what only
-    another tier has, batch after batch, each with how many could not be had."""
+    `_news`, `_lost_s` (when repair is due), the counts `told` and `untold` (no answer), and of a
+    drain `tally` and `left` (copies that are still to be taken; at its end, what is nowhere else).
+    `below` brings up what only another tier has, batch after batch, each with how many could not be
+    had."""
 
     member_id: str
     state: NodeState
     router: Router
     told: int = 0
     untold: int = 0
-    offered: int = 0
     left: int = 0
+    tally: Tally = Tally()
     below: Callable[[], AsyncIterator[tuple[list[bytes], int]]] = lambda: _nothing()
     _place: Placement = field(default_factory=lambda: Placement([]))
     _queue: dict[bytes, None] = field(default_factory=dict)
     _news: anyio.Event = field(default_factory=anyio.Event)
     _lost_s: float | None = None
 
-    def set_nodes(self, nodes: Sequence[StoreNode]) -> None:
+    def set_nodes(self, nodes: Sequence[StoreNode]) -> bool:
         """Take in the cluster's nodes, this one among them. When one has gone, its copies are
-        replaced, after a while."""
-        gone = {node.member_id for node in self._place.nodes} - {node.member_id for node in nodes}
+        replaced, after a while. Returns whether one has come."""
+        before, now = ({each.member_id for each in part} for part in (self._place.nodes, nodes))
+        gone = before - now
         self._place = Placement(nodes)
         self.router.set_nodes([node for node in nodes if node.member_id != self.member_id])
         if gone and self._place.copies > 1:
             self._lost_s = self.state.now_s()
+        return bool(now - before)
 
     def counts(self) -> dict[str, int]:
         return {
@@ -70,8 +102,16 @@ class Handover:
             "copies_told": self.told,
             "copies_untold": self.untold,
             "handover_left": self.left,
+            "handover_handed": self.tally.handed,
+            "handover_elsewhere": self.tally.elsewhere,
+            "handover_refused": self.tally.refused,
             "replicas": self._place.copies,
+            "takers": len(self._takers().nodes),
         }
+
+    def forget_tally(self) -> None:
+        """The drain is cancelled: nothing is left to do."""
+        self.tally, self.left = Tally(), 0
 
     @property
     def nodes(self) -> int:
@@ -101,49 +141,63 @@ class Handover:
                 batch = list(self._queue)[:BATCH_BLOCKS]
                 for key in batch:
                     del self._queue[key]
-                for member_id, entries in self._batches(batch):
-                    await self._tell(member_id, entries)
+                for member_id, entries in self.batches(batch):
+                    await self.tell(member_id, entries)
 
-    async def leave(self) -> int:
+    async def leave(self) -> Tally:
         """Hand over what is here, and what puts that were begun before still bring, to the nodes
-        that are next in order; return how many copies nobody has taken. Call it once the node takes
-        nothing new."""
+        that are next in order; return what that came to. Call it once the node takes nothing new.
+        """
         seen: set[bytes] = set()
-        left = 0
+        elsewhere, idle_s = 0, DRAIN_IDLE_S
         while True:
             fresh = [key for key in self._visible() if key not in seen]
             seen.update(fresh)
-            self.offered += len(fresh)
-            left += await self._hand_over(fresh)
+            first = await self._hand_over(fresh, idle_s)
+            elsewhere += first.elsewhere
+            if first.untaken:  # it was waited for already
+                idle_s = DRAIN_LOOK_S
             if not fresh and not self.state.index.ledger.blocks["writing"]:
                 break
             await anyio.sleep(DRAIN_LOOK_S)
-        async for keys, lost in self.below():
-            self.offered += len(keys)
-            left += lost + await self._hand_over(keys)
-        self.left = left
-        return left
+        # Others may have evicted what they took, or had: what counts is who has it now.
+        last = await self._hand_over(self._visible(), idle_s)
+        handed = max(last.elsewhere + last.handed - elsewhere, 0)
+        there = last.elsewhere + last.handed - handed
+        tally = Tally(there, handed, last.refused, last.untaken)
+        async for keys, unread in self.below():
+            tally = tally.plus(await self._hand_over(keys, DRAIN_IDLE_S))
+            tally = tally.plus(Tally(untaken=unread))
+        self.tally, self.left = tally, tally.lost
+        return tally
 
-    async def _hand_over(self, keys: Iterable[bytes]) -> int:
-        """Tell others of blocks until they have them, or take no more; return what is left."""
-        keys = list(keys)
-        if not self._takers().nodes:
-            return len(keys)
-        batches = self._batches(keys)
-        lacking: list[int] = []
+    async def _hand_over(self, keys: Iterable[bytes], idle_s: float) -> Tally:
+        """Tell others of blocks until they have them, or take no more for so long."""
+        here = [key for key in keys if self.state.index.ledger.visible(key) is not None]
+        batches = self.batches(here) if self._takers().nodes else []
+        there, before, full = set[bytes](), None, set[bytes]()
         best, best_s = sum(len(entries) for _, entries in batches), self.state.now_s()
         while batches:
-            lacking = [await self._tell(member_id, entries) for member_id, entries in batches]
-            batches = [batch for batch, count in zip(batches, lacking, strict=True) if count]
-            self.left = sum(lacking)
+            waiting = []
+            for member_id, entries in batches:
+                missing, refused = await self.tell(member_id, entries, spare=True)
+                there.update({entry.header.key for entry in entries} - missing)
+                full |= refused
+                if rest := [e for e in entries if e.header.key in missing - refused]:
+                    waiting.append((member_id, rest))
+            before = len(there) if before is None else before
+            batches = waiting
+            self.left = sum(len(entries) for _, entries in batches)
             if self.left < best:
                 best, best_s = self.left, self.state.now_s()
-            if not batches or self.state.now_s() - best_s > DRAIN_IDLE_S:
+            if not batches or self.state.now_s() - best_s > idle_s:
                 break
             await anyio.sleep(DRAIN_LOOK_S)
-        return sum(lacking)
+        before, lost = before or 0, set(here) - there
+        refused_count = len(lost & full)
+        return Tally(before, len(there) - before, refused_count, len(lost) - refused_count)
 
-    def _batches(self, keys: Iterable[bytes]) -> list[tuple[str, list[Entry]]]:
+    def batches(self, keys: Iterable[bytes]) -> list[tuple[str, list[Entry]]]:
         """Say who should have what, cut into what one call tells of."""
         return [
             (member_id, entries[first : first + BATCH_BLOCKS])
@@ -189,17 +243,32 @@ class Handover:
                     wanted.setdefault(node.member_id, []).append(entry)
         return wanted
 
-    async def _tell(self, member_id: str, entries: Sequence[Entry]) -> int:
-        """Tell one node of blocks that it should have; return how many of them it still lacks."""
-        request = m.Fill(source=self.member_id, spans=tuple(spans_of_entries(entries)))
+    async def tell(
+        self,
+        member_id: str,
+        entries: Sequence[Entry],
+        *,
+        spare: bool = False,
+        lasting: bool = False,
+    ) -> tuple[set[bytes], set[bytes]]:
+        """Tell one node of blocks that it should have: to `spare` what it has already, or to put
+        them on its flash (`lasting`). Returns which of them it still lacks, and for which of these
+        it has no room."""
+        spans = tuple(spans_of_entries(entries))
+        request = m.Fill(source=self.member_id, spans=spans, spare=spare, lasting=lasting)
+        keys = [key for span in spans for _, key in span.named()]
         try:
-            lacking = (await self.router.link(member_id).call(request, deadline_s=CALL_S)).lacking
+            reply = await self.router.link(member_id).call(request, deadline_s=CALL_S)
         except KvassError as error:
             self.untold += len(entries)
             _log.debug("copies to %s: %s", member_id, error)
-            return len(entries)
+            return set(keys), set()
         self.told += len(entries)
-        return lacking
+        return _chosen(keys, reply.missing), _chosen(keys, reply.full)
+
+
+def _chosen(keys: Sequence[bytes], ranges: m.Ranges) -> set[bytes]:
+    return {key for first, stop in ranges for key in keys[first:stop]}
 
 
 async def _nothing() -> AsyncIterator[tuple[list[bytes], int]]:

@@ -8,15 +8,13 @@ membership and sockets: `service.py`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from heapq import nlargest
 
 import anyio
 import anyio.abc
 
-from kvass.common.block import BlockHeader
 from kvass.common.clock import Clock
-from kvass.common.errors import Invalid, Unavailable
 from kvass.common.executor import Executor
 from kvass.common.rpc.hello import Hello
 from kvass.common.rpc.server import Call, Handler
@@ -24,19 +22,27 @@ from kvass.common.transport.endpoints import Endpoints
 from kvass.common.wire import Done, Message
 from kvass.kvstore import messages as m
 from kvass.kvstore.flash.log import FlashLog
-from kvass.kvstore.flash.records import DropOrder
 from kvass.kvstore.index.index import Index
 from kvass.kvstore.index.puts import Verdict
+from kvass.kvstore.node.bucket import Bucket
+from kvass.kvstore.node.bucket_tier import BucketTier
+from kvass.kvstore.node.chores import lasting
 from kvass.kvstore.node.deliveries import Deliveries
+from kvass.kvstore.node.erase_calls import EraseCalls
+from kvass.kvstore.node.exchange import Meetings
 from kvass.kvstore.node.fills import Filler
 from kvass.kvstore.node.get_calls import GetCalls
 from kvass.kvstore.node.handover import Handover
 from kvass.kvstore.node.heat import Heat
+from kvass.kvstore.node.leaving import Leaving
 from kvass.kvstore.node.put_calls import PutCalls
+from kvass.kvstore.node.repair import Repair
 from kvass.kvstore.node.scrub import Scrubber
 from kvass.kvstore.node.slab import Slab
 from kvass.kvstore.node.state import Moved, NodeState, check_own, chosen, ranges, request_of
 from kvass.kvstore.node.tiers import Tiers
+from kvass.kvstore.objects.names import root_of
+from kvass.kvstore.objects.store import ObjectStore
 from kvass.kvstore.placement import StoreNode
 from kvass.kvstore.router import Router
 
@@ -51,8 +57,7 @@ _VISIBLE: Verdict = "visible"
 class Node:
     """One store node: wire its `handlers` and `on_leave` into an RPC server, and `run` it.
 
-    `router` leads to the cluster's other nodes. Mutable fields: `_draining` and `_drained`,
-    set when a drain begins and when it has handed over what it could.
+    `router` leads to the cluster's other nodes; `leaving` says how far it is on its way out.
     """
 
     def __init__(
@@ -75,18 +80,31 @@ class Node:
         self._heat = Heat()
         self._filler = Filler(self._state, slab, router, executor, tasks)
         self._handover = Handover(member_id, self._state, router)
+        self._repair = Repair(self._handover)
+        self._erasing = EraseCalls(self._state)
+        self._meetings = Meetings(member_id, self._state, router, self._erasing)
+        self._filler.agree = self._meetings.agree
         self._scrubber = Scrubber(self._state, scrub_s)
         self._state.on_stored = self._handover.committed
         self._tasks = tasks
         self._slab = slab
         self._tiers: Tiers | None = None
+        self._bucket: BucketTier | None = None
         self._flash_lost = ""
-        self._draining = anyio.Event()
-        self._drained = anyio.Event()
+        self.leaving = Leaving(self._state, self._handover, tasks)
 
     def set_nodes(self, nodes: Sequence[StoreNode]) -> None:
         """Take in who the cluster's store nodes are now, this one among them."""
-        self._handover.set_nodes(nodes)
+        if self._handover.set_nodes(nodes) and self.leaving.phase == "held":
+            self.leaving.begin()  # there may be room now
+        self._meetings.set_nodes(nodes)
+        self._repair.set_nodes(nodes)
+        if self._bucket is not None:
+            self._bucket.bucket.set_nodes(frozenset(node.member_id for node in nodes))
+
+    async def all_told(self) -> None:
+        """Wait until this node has heard of every erasure that the others have heard of."""
+        await self._meetings.all_told()
 
     def add_flash(self, log: FlashLog, writer: Executor, readers: Executor) -> None:
         """Use a second tier, before `run`."""
@@ -94,11 +112,26 @@ class Node:
         self._state.rise = self._tiers.rise
         self._state.on_asked = self._tiers.asked
         self._handover.below = self._tiers.brought_up
+        self._erasing.use(self._tiers)
+        self._filler.found, self._filler.has_flash = self._tiers.found, True
+        self._repair.tiers = self._tiers
+
+    def add_bucket(
+        self, objects: ObjectStore, cluster: str, total_bytes: int, executor: Executor
+    ) -> None:
+        """Use a third tier, which the cluster's nodes share; before `run`, after `add_flash`."""
+        root, clock = root_of(cluster), self._state.clock
+        bucket = Bucket(objects, root, total_bytes, clock, self._handover.is_home)
+        self._bucket = BucketTier(self._state, self._slab, bucket, executor, self._tasks)
+        self._state.rise = self._rise
+        self._state.on_asked = self._asked
+        self._erasing.use_bucket(self._bucket)
 
     def lose_flash(self, why: str) -> None:
         """Go on with one tier where there should be two: say so, and that nothing erases the
         other."""
         self._flash_lost = why
+        self._erasing.lose_flash(why)
 
     def watch(self, moved: Moved) -> None:
         """Tell of every put, get and fill that moved bytes."""
@@ -116,28 +149,39 @@ class Node:
             m.ReleaseHold: self._release_hold,
             m.Pin: self._pin,
             m.Unpin: self._unpin,
-            m.Drop: self._drop,
-            m.Bar: self._bar,
             m.Stats: self._stats,
             m.Drain: self._drain,
             **self._puts.handlers(),
             **self._gets.handlers(),
             **self._filler.handlers(),
+            **self._erasing.handlers(),
+            **self._meetings.handlers(),
         }
 
     async def run(self) -> None:
         """End what runs out, take copies and offer them, until cancelled."""
+        chores: dict[str, Callable[[], Awaitable[None]]] = {
+            "ending what runs out": self._tick,
+            "taking copies": self._filler.run,
+            "offering copies": self._handover.run,
+            "the scrub": self._scrubber.run,
+            "telling of erasures": self._meetings.run,
+        }
+        if self._tiers is not None:
+            chores["the flash tier"] = self._tiers.run
+            chores["making up for lost copies"] = self._repair.run
+        if self._bucket is not None:
+            chores["the bucket tier"] = self._bucket.run
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._filler.run)
-            tasks.start_soon(self._handover.run)
-            tasks.start_soon(self._scrubber.run)
-            if self._tiers is not None:
-                tasks.start_soon(self._tiers.run)
-            while True:
-                await anyio.sleep(TICK_S)
-                self._state.index.expire(self._state.now_s())
-                self._puts.expire(self._state.now_s())
-                self._state.notify()
+            for what, chore in chores.items():
+                tasks.start_soon(lasting, what, chore, self._state.faults)
+
+    async def _tick(self) -> None:
+        while True:
+            await anyio.sleep(TICK_S)
+            self._state.index.expire(self._state.now_s())
+            self._puts.expire(self._state.now_s())
+            self._state.notify()
 
     async def on_leave(self, peer: Hello) -> None:
         """A peer's connection has ended: what it had begun to put is given up now."""
@@ -145,28 +189,17 @@ class Node:
 
     def drain(self) -> None:
         """Take no more puts and claims, and hand over what others lack. Once is enough."""
-        if not self._state.index.draining:
-            self._state.index.draining = True
-            self._draining.set()
-            self._tasks.start_soon(self._leave)
-
-    async def draining(self) -> None:
-        """Wait until somebody wants this node to leave."""
-        await self._draining.wait()
+        self.leaving.begin()
 
     async def drained(self) -> int:
-        """Wait until a drain is over; return how many copies nobody has taken."""
-        await self._drained.wait()
-        return self._handover.left
+        """Wait until a drain has handed over what it could; return how many blocks are nowhere
+        else."""
+        return await self.leaving.over()
 
-    async def _leave(self) -> None:
-        left = await self._handover.leave()
-        self._drained.set()
-        begun = self._handover.offered
-        if left:
-            _log.warning("drained, but %d of %d blocks found no taker", left, begun)
-        else:
-            _log.info("drained: others have all %d blocks; this node may be stopped", begun)
+    @property
+    def faults(self) -> dict[str, int]:
+        """What failed so far, by kind."""
+        return self._state.faults
 
     def counts(self) -> dict[str, int]:
         """Return the index's counts, the landing memory's, and failed transfers by kind."""
@@ -177,22 +210,29 @@ class Node:
             **state.index.counts(),
             **{f"landing_{name}_bytes": size for name, size in landing.items()},
             **state.faults,
+            **self._puts.counts(),
             **self._filler.counts(),
             **self._handover.counts(),
+            **self._repair.counts(),
             **self._scrubber.counts(),
-            **self._flash_counts(),
+            **self._counts_below(),
+            **self._erasing.counts(),
             "hot_segments": self._heat.hot(),
             "waited_blocks": len(state.waiters),
             "draining": int(state.index.draining),
-            "drained": int(self._drained.is_set()),
+            "drain_held": int(self.leaving.phase == "held"),
+            "drained": int(self.leaving.phase == "drained"),
         }
 
-    def _flash_counts(self) -> dict[str, int]:
-        """Return the second tier's counts; with `hits` and `misses`, which it changes."""
-        if self._tiers is None:
-            return {"flash_off": 1} if self._flash_lost else {}
-        totals = self._tiers.totals()
-        found, index = totals["flash_hits"], self._state.index
+    def _counts_below(self) -> dict[str, int]:
+        """Return the lower tiers' counts; with `hits` and `misses`, which they change."""
+        totals = {"flash_off": 1} if self._flash_lost else {}
+        if self._tiers is not None:
+            totals |= self._tiers.totals()
+        if self._bucket is not None:
+            totals |= self._bucket.totals()
+        found = totals.get("flash_hits", 0) + totals.get("bucket_hits", 0)
+        index = self._state.index
         return {**totals, "hits": index.hits + found, "misses": index.misses - found}
 
     def tenants(self) -> list[m.TenantUse]:
@@ -215,25 +255,62 @@ class Node:
         found = self._state.index.lookup(list(keys.values()), self._state.now_s())
         self._state.notify()
         here = {i for i, is_here in zip(keys, found, strict=True) if is_here}
+        self._asked([keys[i] for i in here])
+        flash, bucket = self._found_below([key for i, key in keys.items() if i not in here])
+        on_flash = {i for i, key in keys.items() if key in flash}
+        in_bucket = {i for i, key in keys.items() if key in bucket}
         if self._tiers is not None:
-            self._tiers.asked([keys[i] for i in here])
-        below = self._below([key for i, key in keys.items() if i not in here])
-        if self._tiers is not None:
-            self._tiers.counts["hits"] += len(below)
-        on_flash = {i for i, key in keys.items() if key in below}
+            self._tiers.counts["hits"] += len(on_flash)
+        if self._bucket is not None:
+            self._bucket.counts["hits"] += len(in_bucket)
         return m.Blocks(
-            visible=ranges(here | on_flash), hot=self._hot(spans), on_flash=ranges(on_flash)
+            visible=ranges(here | on_flash | in_bucket),
+            hot=self._hot(spans),
+            on_flash=ranges(on_flash),
+            in_bucket=ranges(in_bucket),
         )
 
     async def _stage(self, call: Call) -> Done:
         request = request_of(call, m.Stage)
+        keys = list(m.named(request.spans).values())
         if self._tiers is not None:
-            self._tiers.stage(list(m.named(request.spans).values()), request.deadline_s)
+            self._tiers.stage(keys, request.deadline_s)
+        if self._bucket is not None:
+            self._bucket.stage(self._not_on_flash(keys), request.deadline_s)
         return Done()
 
+    def _asked(self, keys: Sequence[bytes]) -> None:
+        """Somebody asks for these blocks: what is in memory is worth a place below."""
+        if self._tiers is not None:
+            self._tiers.asked(keys)
+        if self._bucket is not None:
+            self._bucket.asked(keys)
+
+    async def _rise(self, keys: Sequence[bytes]) -> None:
+        """Bring blocks up from both tiers at once, each from the nearer one."""
+        missing = [key for key in keys if key not in self._state.index.ledger.entries]
+        if not missing:
+            return
+        async with anyio.create_task_group() as tasks:
+            if self._tiers is not None:
+                tasks.start_soon(self._tiers.rise, missing)
+            if self._bucket is not None:
+                tasks.start_soon(self._bucket.rise, self._not_on_flash(missing))
+
+    def _not_on_flash(self, keys: Sequence[bytes]) -> list[bytes]:
+        found = set() if self._tiers is None else self._tiers.found(keys)
+        return [key for key in keys if key not in found]
+
     def _below(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return those of `keys` that the second tier has: a get brings them up."""
-        return set() if self._tiers is None else self._tiers.found(keys)
+        """Return those of `keys` that a tier below has: a get brings them up."""
+        return set().union(*self._found_below(keys))
+
+    def _found_below(self, keys: Sequence[bytes]) -> tuple[set[bytes], set[bytes]]:
+        """Return those of `keys` that are on flash, and those that only the bucket has."""
+        on_flash = set() if self._tiers is None else self._tiers.found(keys)
+        if self._bucket is None:
+            return on_flash, set()
+        return on_flash, self._bucket.found([key for key in keys if key not in on_flash])
 
     def _hot(self, spans: Sequence[m.Span]) -> tuple[m.Hot, ...]:
         """Count the reads of segments that are at home here; return those that shall spread."""
@@ -307,64 +384,17 @@ class Node:
         self._state.notify()
         return Done()
 
-    async def _drop(self, call: Call) -> m.Dropped:
-        request = request_of(call, m.Drop)
-        by_field = (request.namespace, request.tenant, request.writer)
-        if request.keys is None and by_field == (None, None, None):
-            raise Invalid("drop: give a namespace, a tenant, a writer or keys")
-        chosen_keys = None if request.keys is None else set(request.keys)
-
-        def matches(header: BlockHeader) -> bool:
-            fields = (header.namespace, header.tenant, header.writer)
-            return (chosen_keys is None or header.key in chosen_keys) and all(
-                asked is None or asked == value
-                for asked, value in zip(by_field, fields, strict=True)
-            )
-
-        before = self._keys()
-        blocks = self._state.index.drop(matches, self._state.now_s())
-        self._state.notify()
-        below, unerased = await self._drop_below(DropOrder(*by_field, request.keys), before)
-        return m.Dropped(blocks=blocks + below, unerased=unerased[: m.WHY_MAX])
-
-    async def _bar(self, call: Call) -> m.Dropped:
-        request = request_of(call, m.Bar)
-        before = self._keys()
-        blocks, ends = self._state.index.bar(request.writer, request.after, self._state.now_s())
-        self._state.notify()
-        gone = tuple(before - self._state.index.ledger.entries.keys())
-        below, unerased = await self._drop_below(DropOrder(writer=request.writer), before)
-        if gone and not unerased:  # what was computed upon his blocks, and has other writers
-            _, unerased = await self._drop_below(DropOrder(keys=gone), before)
-        _log.error(
-            "writer %s is barred, said %s: %d blocks erased",
-            request.writer,
-            call.peer.member_id,
-            blocks + below,
-        )
-        return m.Dropped(
-            blocks=blocks + below, ends=tuple(ends[: m.KEYS_MAX]), unerased=unerased[: m.WHY_MAX]
-        )
-
-    def _keys(self) -> set[bytes]:
-        return set() if self._tiers is None else set(self._state.index.ledger.entries)
-
-    async def _drop_below(self, order: DropOrder, before: set[bytes]) -> tuple[int, str]:
-        """Erase on flash what the index has erased from memory, which had the keys `before`.
-        Returns how many more went, and why not all, if so."""
-        if self._tiers is None:
-            return 0, self._flash_lost
-        try:
-            gone = list(before - self._state.index.ledger.entries.keys())
-            return await self._tiers.drop(order, gone), ""
-        except Unavailable as error:
-            return 0, str(error)
-
     async def _stats(self, call: Call) -> m.StatsReply:
         counts = self.counts()
         self._state.notify()
         return m.StatsReply(counts=counts, tenants=tuple(self.tenants()))
 
     async def _drain(self, call: Call) -> Done:
-        self.drain()
+        match request_of(call, m.Drain).how:
+            case "begin":
+                self.leaving.begin()
+            case "force":
+                self.leaving.force()
+            case "cancel":
+                self.leaving.cancel()
         return Done()

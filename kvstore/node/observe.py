@@ -14,11 +14,16 @@ _EVENTS = (
     "stored", "evictions", "over_quota", "dropped", "corrupt", "put_failed", "put_corrupt",
     "get_failed", "get_suspect", "filled", "fill_failed", "fill_dropped",
 )  # fmt: skip
-# Names of the counts, by label; those of flash are there when the node has flash.
+# Names of the counts, by label; those of a lower tier are there when the node has it.
 _COPIES = {"waiting": "copies_waiting", "queued": "fill_queued_blocks", "left": "handover_left"}
 _FLASH_WRITTEN = {"appended": "flash_appended_bytes", "copied": "flash_copied_bytes"}
 _FLASH_FAULTS = {
     "read": "flash_read_faults", "write": "flash_write_faults", "corrupt": "flash_corrupt",
+}  # fmt: skip
+_BUCKET_MOVED = {"written": "bucket_written_bytes", "read": "bucket_read_bytes"}
+_BUCKET_FAULTS = {
+    "read": "bucket_read_faults", "write": "bucket_write_faults", "list": "bucket_list_faults",
+    "delete": "bucket_delete_faults", "corrupt": "bucket_corrupt",
 }  # fmt: skip
 
 
@@ -55,9 +60,10 @@ class Observer:
             self._count(totals.blocks, event, counts[event])
         for answer in ("hits", "misses"):
             self._count(totals.lookups, answer, counts[answer])
-        flash_hits = counts.get("flash_hits", 0)
-        self._count(totals.hits, "dram", counts["hits"] - flash_hits)
-        self._count(totals.hits, "flash", flash_hits)
+        below = {tier: counts.get(f"{tier}_hits", 0) for tier in ("flash", "bucket")}
+        self._count(totals.hits, "dram", counts["hits"] - sum(below.values()))
+        for tier, hits in below.items():
+            self._count(totals.hits, tier, hits)
         quota = counts["quota_evictions"]
         self._count(totals.evictions, "quota", quota)
         self._count(totals.evictions, "room", counts["evictions"] - quota)
@@ -68,6 +74,10 @@ class Observer:
             self._count(totals.flash_written_bytes, why, counts.get(name, 0))
         for what, name in _FLASH_FAULTS.items():
             self._count(totals.flash_faults, what, counts.get(name, 0))
+        for way, name in _BUCKET_MOVED.items():
+            self._count(totals.bucket_moved_bytes, way, counts.get(name, 0))
+        for what, name in _BUCKET_FAULTS.items():
+            self._count(totals.bucket_faults, what, counts.get(name, 0))
 
     def _show_gauges(self, counts: Mapping[str, int]) -> None:
         metrics = self._metrics
@@ -87,9 +97,10 @@ class Observer:
         metrics.draining.set(counts["draining"])
         total = counts["total_bytes"]
         self._show_tier("dram", counts["visible_blocks"], total - counts["free_bytes"], total)
-        if "flash_total_bytes" in counts:
-            blocks, used = counts["flash_blocks"], counts["flash_used_bytes"]
-            self._show_tier("flash", blocks, used, counts["flash_total_bytes"])
+        for tier in ("flash", "bucket"):
+            if f"{tier}_total_bytes" in counts:
+                blocks, used = counts[f"{tier}_blocks"], counts[f"{tier}_used_bytes"]
+                self._show_tier(tier, blocks, used, counts[f"{tier}_total_bytes"])
 
     def _show_tier(self, tier: str, blocks: int, used_bytes: int, total_bytes: int) -> None:
         self._metrics.tier_blocks.labels(tier).set(blocks)

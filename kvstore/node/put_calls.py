@@ -53,13 +53,14 @@ class _Outcome:
 
 class PutCalls:
     """Mutable fields: `_ways` (how a session's puts come), `_lent` (loans by put id), `_too_large`
-    (the latest block sizes that were said never to fit), `_over_quota` (tenants, as well)."""
+    (the latest block sizes that were said never to fit, each with the room for it), `_over_quota`
+    (tenants, as well)."""
 
     def __init__(self, state: NodeState) -> None:
         self._state = state
         self._ways: dict[str, Way] = {}
         self._lent: dict[str, Lent] = {}
-        self._too_large: tuple[int, ...] = ()
+        self._too_large: tuple[tuple[int, int], ...] = ()
         self._over_quota: tuple[str, ...] = ()
 
     def handlers(self) -> Mapping[type[Message], Handler]:
@@ -69,6 +70,12 @@ class PutCalls:
     def attached(self, session: str, way: Way) -> None:
         """Note how bytes come from a writer."""
         self._ways[session] = way
+
+    def counts(self) -> dict[str, int]:
+        """Return the largest block that never fits, as far as is known, and what there is for it;
+        0 and 0 of none."""
+        size, room = max(self._too_large, default=(0, 0))
+        return {"too_large_bytes": size, "too_large_room_bytes": room}
 
     def leave(self, session: str) -> None:
         """A writer's connection has ended."""
@@ -127,8 +134,8 @@ class PutCalls:
         """Say once that blocks of this size can never be stored here: they are answered `full`."""
         size = order.headers[0].length if order.headers else 0
         room = self._state.index.room_bytes(held=bool(order.hold_owner))
-        if size > room and size not in self._too_large:
-            self._too_large = (*self._too_large[-SIZES_NOTED + 1 :], size)
+        if size > room and (size, room) not in self._too_large:
+            self._too_large = (*self._too_large[-SIZES_NOTED + 1 :], (size, room))
             _log.warning(
                 "no block of %d bytes fits, so none is stored: store.slab_bytes leaves %d for %s",
                 size,

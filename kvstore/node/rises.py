@@ -1,34 +1,40 @@
-"""How blocks come up from flash into memory.
+"""How blocks come up from a tier below into memory.
 
-    get, stage, drain ─> found on flash ─> parts, within a bound on bytes ─> read
+    get, stage, drain ─> found there ─> parts, within a bound on bytes ─> read
                          ─> a put of the node to itself ─> checked in its slot ─> visible
 
 Parts are read in the background, so that a caller waits only as long as it likes, and what is late
 for it is there for the next one. Coming up is a put like any other's: quotas, erasures and the
-slots' conservation hold as they do for writers. It refuses to know who asks, and why.
+slots' conservation hold as they do for writers. It refuses to know who asks, and why, and what is
+read: a `Source` is flash, or a bucket.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
 
 import anyio
 import anyio.abc
 import msgspec
 
 from kvass.common.block import BlockHeader
-from kvass.common.errors import Overloaded
+from kvass.common.errors import KvassError
 from kvass.common.executor import Executor
 from kvass.kvstore.flash.catalog import Catalog, Fetched
 from kvass.kvstore.flash.disk import PAGE, page_memory
 from kvass.kvstore.flash.table import pages_in
 from kvass.kvstore.index.puts import Move, PutOrder
+from kvass.kvstore.node.chores import survived
 from kvass.kvstore.node.slab import Slab
 from kvass.kvstore.node.state import NodeState
 
-OWN_SESSION = "flash"  # no process's start id: the puts that this node makes to itself
+_log = logging.getLogger(__name__)
+
 PART_BYTES = 16 << 20  # read between two looks at the index
 FLIGHT_BYTES = 64 << 20  # read and not yet in a slot, of all callers: what a fast disk needs
 RISING_MAX = 16_384  # blocks on their way or waiting for it, of all callers; more are misses
@@ -37,23 +43,69 @@ GET_S = 0.5
 LIFT_S = 5.0  # in which a part begins, or is given up; one that takes longer is a disk that hangs
 
 
+class Source(Protocol):
+    """What blocks are read from."""
+
+    @property
+    def name(self) -> str:
+        """One word, which no other source of the node has, and no process as its start id: the
+        session of the puts that this node makes to itself."""
+        ...
+
+    async def fetch(self, places: Mapping[bytes, int]) -> dict[bytes, Fetched]:
+        """Read all of these at once; what cannot be had is not in the answer."""
+        ...
+
+    def found_wrong(self, key: bytes, place: int) -> None:
+        """What was read there is not what was written."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FlashSource:
+    """Flash: `readers` runs as many reads as the disk wants in flight."""
+
+    catalog: Catalog
+    readers: Executor
+    name: str = "flash"
+
+    async def fetch(self, places: Mapping[bytes, int]) -> dict[bytes, Fetched]:
+        fetched: dict[bytes, Fetched] = {}
+
+        async def read(key: bytes, place: int) -> None:
+            found = await self.readers.run(self._reading(key, place))
+            if found is not None:
+                fetched[key] = found
+
+        async with anyio.create_task_group() as tasks:
+            for key, place in places.items():
+                tasks.start_soon(read, key, place)
+        return fetched
+
+    def _reading(self, key: bytes, place: int) -> Callable[[], Fetched | None]:
+        return lambda: self.catalog.read(key, place, page_memory(pages_in(place) * PAGE))
+
+    def found_wrong(self, key: bytes, place: int) -> None:
+        self.catalog.found_wrong(key, place)
+
+
 class Rises:
     """Mutable fields: `_rising` (keys on their way up, each with what ends it), `_begun_s` (when
     the parts that are being read were begun, by number), `_flight_bytes` (of them), `_room` (set
-    when there is more), `counts`."""
+    when there is more), `counts`. `copiers` runs what is copied into slots, and hashed."""
 
     def __init__(
         self,
         state: NodeState,
         slab: Slab,
-        catalog: Catalog,
-        readers: Executor,
+        source: Source,
+        copiers: Executor,
         tasks: anyio.abc.TaskGroup,
     ) -> None:
         self._state = state
         self._slab = slab
-        self._catalog = catalog
-        self._readers = readers
+        self._source = source
+        self._copiers = copiers
         self._tasks = tasks
         self._rising: dict[bytes, anyio.Event] = {}
         self._begun_s: dict[int, float] = {}
@@ -117,7 +169,8 @@ class Rises:
             self._begun_s[number] = self._state.now_s()
             self._flight_bytes += size
             try:
-                await self._bring(part)
+                with survived(f"bringing blocks up from {self._source.name}", self._state.faults):
+                    await self._bring(part)
             finally:
                 del self._begun_s[number]
                 self._flight_bytes -= size
@@ -130,22 +183,10 @@ class Rises:
 
     async def _bring(self, places: dict[bytes, int]) -> None:
         """Read all at once, then show them in the order in which they will be asked for."""
-        fetched: dict[bytes, Fetched] = {}
-
-        async def read(key: bytes, place: int) -> None:
-            found = await self._readers.run(self._reading(key, place))
-            if found is not None:
-                fetched[key] = found
-
-        async with anyio.create_task_group() as tasks:
-            for key, place in places.items():
-                tasks.start_soon(read, key, place)
+        fetched = await self._source.fetch(places)
         for key in places:
             if key in fetched:
                 await self._show(fetched[key], places[key])
-
-    def _reading(self, key: bytes, place: int) -> Callable[[], Fetched | None]:
-        return lambda: self._catalog.read(key, place, page_memory(pages_in(place) * PAGE))
 
     async def _show(self, fetched: Fetched, place: int) -> None:
         """Put a block that was read into a slot; it is visible when it is right there."""
@@ -153,22 +194,25 @@ class Rises:
         order = self._order(header)
         try:
             verdicts = index.put_begin(order, self._state.now_s())
-        except Overloaded:
-            verdicts = ["full"]
+        except KvassError as error:  # too many puts, or a block of this name and another shape
+            self.counts["rises_refused"] += 1
+            _log.debug("%s of %s: %s", header.key.hex(), self._source.name, error)
+            return
         if verdicts != ["granted"]:
             return  # no room, erased meanwhile, or here by now
-        (move,) = index.begin_moves(order.put_id, OWN_SESSION, [header.key], self._state.now_s())
-        assert move is not None
+        (move,) = index.begin_moves(order.put_id, order.session, [header.key], self._state.now_s())
+        if move is None:
+            return  # the process stood still, and its time is over
         right = False
         try:
-            right = await self._readers.run(lambda: self._copy(fetched, move))
+            right = await self._copiers.run(lambda: self._copy(fetched, move))
         finally:
             stored = index.end_move(move, header.checksums if right else None)
-            index.put_abort(order.put_id, OWN_SESSION, self._state.now_s())
+            index.put_abort(order.put_id, order.session, self._state.now_s())
             self._state.notify()
         self.counts["risen"] += stored
         if not right:
-            self._catalog.found_wrong(header.key, place)
+            self._source.found_wrong(header.key, place)
 
     def _copy(self, fetched: Fetched, move: Move) -> bool:
         with self._slab.view[move.offset : move.offset + move.size] as target:
@@ -177,8 +221,8 @@ class Rises:
     def _order(self, header: BlockHeader) -> PutOrder:
         groups = len(header.checksums)
         return PutOrder(
-            put_id=f"{OWN_SESSION}-{next(self._numbers)}",
-            session=OWN_SESSION,
+            put_id=f"{self._source.name}-{next(self._numbers)}",
+            session=self._source.name,
             headers=[msgspec.structs.replace(header, checksums=())],
             head_groups=groups,
             groups=range(groups),

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import anyio
 
+from kvass.kvstore.node.chores import AGAIN_S, survived
 from kvass.kvstore.node.state import NodeState
 
 _log = logging.getLogger(__name__)
@@ -49,7 +50,10 @@ class Scrubber:
             entries = self.state.index.ledger.entries.values()
             keys = [entry.header.key for entry in entries if entry.state == "visible"]
             for key in keys:
-                await anyio.sleep(self._pause_s(await self._look(key)))
+                pause_s = AGAIN_S
+                with survived("the scrub", self.state.faults):
+                    pause_s = self._pause_s(await self._look(key))
+                await anyio.sleep(pause_s)
             self.passes += bool(keys)
             if not keys:
                 await anyio.sleep(min(IDLE_S, self.scrub_s))

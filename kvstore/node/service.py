@@ -12,14 +12,16 @@ from pathlib import Path
 
 import anyio
 import anyio.abc
+from anyio import to_thread
 
-from kvass.common import metrics
+from kvass.common import metrics, namesakes
 from kvass.common.bus import check_name
 from kvass.common.clock import LoopClock
 from kvass.common.config import DEFAULT_BROKER, Config, StoreConfig
 from kvass.common.errors import Invalid, Unavailable
 from kvass.common.executor import ThreadExecutor
 from kvass.common.member import GOODBYE_S, LOAD_INTERVAL_S, Member
+from kvass.common.membership import State
 from kvass.common.rpc.credentials import credentials_of
 from kvass.common.rpc.dial import Dialer
 from kvass.common.rpc.hello import Hello
@@ -32,10 +34,13 @@ from kvass.kvstore import messages as m
 from kvass.kvstore.eviction.policy import ChainLru, Eviction
 from kvass.kvstore.eviction.reuse import ReuseEviction
 from kvass.kvstore.flash.appender import DEPTH as WRITES
-from kvass.kvstore.flash.disk import FolderTaken, RealDisk
+from kvass.kvstore.flash.disk import open_files_max
 from kvass.kvstore.flash.log import FlashLog, LogSettings
+from kvass.kvstore.flash.own_folder import own_folder
 from kvass.kvstore.index.index import Index, Limits
 from kvass.kvstore.index.shares import Allotments
+from kvass.kvstore.node.chores import survived
+from kvass.kvstore.node.leaving import Phase
 from kvass.kvstore.node.node import Node
 from kvass.kvstore.node.observe import Observer
 from kvass.kvstore.node.slab import Slab
@@ -49,7 +54,9 @@ _log = logging.getLogger(__name__)
 # (exceptions with their frames) dies young.
 GC_THRESHOLDS = (50_000, 50, 1 << 30)
 _POLICIES: dict[str, Callable[[], Eviction]] = {"reuse": ReuseEviction, "lru": ChainLru}
-NODES_A_HOST = 64  # that share a flash folder
+# Before a node is announced it is told what was erased; one that cannot be asked goes from the
+# view after as long, and does not hold up the rest.
+TOLD_S = 3.0
 FLASH_READERS = 8  # reads in flight: one alone leaves a disk idle most of the time
 COPY_THREADS = 2  # hashing and copying beside the mover thread's reads; more only takes cores
 
@@ -79,15 +86,22 @@ async def serve(
     async with open_node(config, member.hello) as (node, address), member:
         node.watch(observer.moved)
         details = {"capacity_bytes": config.store.slab_bytes, "replicas": config.store.replicas}
+        await namesakes.refuse(member)
+        others = [peer for peer in member.live("store") if peer.member_id != member_id]
+        node.set_nodes(nodes_of(others))
+        with anyio.move_on_after(TOLD_S):
+            await node.all_told()
         await member.announce(address, details=details)
         task_status.started(address)
         async with anyio.create_task_group() as tasks:
+            tasks.start_soon(namesakes.watch, member)
             tasks.start_soon(member.follow, "store", lambda peers: node.set_nodes(nodes_of(peers)))
-            await node.draining()
-            await member.announce(address, details={**details, "draining": 1})
-            await node.drained()
-            await member.announce(address, state="draining")
-            await anyio.sleep_forever()
+            phase: Phase = "serving"
+            while True:
+                phase = await node.leaving.after(phase)
+                leaves = {} if phase == "serving" else {"draining": 1}
+                state: State = "draining" if phase == "drained" else "ready"
+                await member.announce(address, state=state, details={**details, **leaves})
 
 
 async def _serve_alone(
@@ -147,7 +161,8 @@ async def open_node(config: Config, hello: Hello) -> AsyncIterator[tuple[Node, s
             scrub_s=config.store.scrub_s,
         )  # fmt: skip
         flash = stack.enter_context(ExitStack())
-        _open_flash(config.store, node, flash)
+        await _open_flash(config.store, hello.member_id, identity, node, flash)
+        _open_bucket(config, node, flash)
         server = Server(hello, node.handlers(), credentials, on_leave=node.on_leave)
         tasks.start_soon(node.run)
         tasks.start_soon(accept, listener, server.serve_connection)
@@ -157,14 +172,21 @@ async def open_node(config: Config, hello: Hello) -> AsyncIterator[tuple[Node, s
             tasks.cancel_scope.cancel()
 
 
-def _open_flash(store: StoreConfig, node: Node, stack: ExitStack) -> None:
+async def _open_flash(
+    store: StoreConfig, member_id: str, who: Identity, node: Node, stack: ExitStack
+) -> None:
     """Give the node its second tier; where the disk refuses, say so and go on without."""
     if not store.flash_dir:
         return
-    settings = LogSettings(store.flash_bytes, store.flash_segment_bytes, store.flash_unsynced_bytes)
+    settings = LogSettings(
+        store.flash_bytes,
+        store.flash_segment_bytes,
+        store.flash_unsynced_bytes,
+        files_max=open_files_max(),
+    )
     writes = stack.enter_context(ThreadPoolExecutor(WRITES, thread_name_prefix="kvass-flash"))
     try:
-        disk = _own_folder(Path(store.flash_dir))
+        disk = await to_thread.run_sync(own_folder, Path(store.flash_dir), member_id, who)
         try:
             log = FlashLog(disk, settings, writes)
         except BaseException:
@@ -186,15 +208,25 @@ def _open_flash(store: StoreConfig, node: Node, stack: ExitStack) -> None:
     node.add_flash(log, writer, readers)
 
 
-def _own_folder(folder: Path) -> RealDisk:
-    """Open the first folder in `folder` that no running node has: several nodes of one host may
-    name the same, and a node that starts anew finds what was there."""
-    for number in range(NODES_A_HOST):
-        try:
-            return RealDisk(folder / f"node-{number}")
-        except FolderTaken:
-            continue
-    raise Unavailable(f"{folder} serves {NODES_A_HOST} nodes already")
+def _open_bucket(config: Config, node: Node, stack: ExitStack) -> None:
+    """Give the node its third tier; whether it answers is seen later, and nobody waits for it."""
+    address = config.store.bucket
+    if not address:
+        return
+    try:  # here, since it is an extra
+        from kvass.kvstore.objects.s3 import S3Bucket
+    except ModuleNotFoundError as error:
+        if error.name != "obstore":
+            raise
+        raise Invalid(
+            f"store.bucket is {address!r}, which takes a package that is not installed: "
+            "pip install 'kvass[objects]'"
+        ) from None
+    executor = ThreadExecutor("kvass-bucket", COPY_THREADS)
+    stack.callback(executor.close)
+    _log.info("bucket: %s, up to %d bytes", address, config.store.bucket_bytes)
+    name, size = check_name(config.cluster.name, "cluster.name"), config.store.bucket_bytes
+    node.add_bucket(S3Bucket(address), name, size, executor)
 
 
 def _limits(store: StoreConfig, epoch: str) -> Limits:
@@ -210,9 +242,11 @@ def _limits(store: StoreConfig, epoch: str) -> Limits:
 
 def _observed(node: Node, observer: Observer) -> dict[str, int | float | str]:
     """Return the node's load: its counts, shown as metrics too."""
-    counts = node.counts()
-    observer.update(counts)
-    observer.show_tenants(node.tenants())
+    counts: dict[str, int] = {}
+    with survived("showing what it does", node.faults):
+        counts = node.counts()
+        observer.update(counts)
+        observer.show_tenants(node.tenants())
     return dict(counts)
 
 

@@ -27,7 +27,8 @@ async def _nothing_rises(keys: Sequence[bytes]) -> None:
     """There is one tier."""
 
 
-FAULTS = ("put_failed", "put_corrupt", "get_failed", "get_suspect")
+# bugs: of what the node does by itself (`chores.py`).
+FAULTS = ("put_failed", "put_corrupt", "get_failed", "get_suspect", "bugs")
 
 
 @dataclass(slots=True)

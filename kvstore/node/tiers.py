@@ -17,16 +17,19 @@ from functools import partial
 
 import anyio
 import anyio.abc
+import numpy as np
+from numpy.typing import NDArray
 
 from kvass.common.block import BlockHeader
 from kvass.common.errors import Unavailable
 from kvass.common.executor import Executor
 from kvass.kvstore.flash.disk import PAGE
+from kvass.kvstore.flash.lineage import Computed, computed_upon
 from kvass.kvstore.flash.log import FlashLog
 from kvass.kvstore.flash.records import DropOrder
-from kvass.kvstore.flash.table import pages_in
+from kvass.kvstore.flash.table import U64, Chosen, pages_in
 from kvass.kvstore.index.ledger import Entry
-from kvass.kvstore.node.rises import GET_S, LIFT_S, RISING_MAX, Rises
+from kvass.kvstore.node.rises import GET_S, LIFT_S, RISING_MAX, FlashSource, Rises
 from kvass.kvstore.node.slab import Slab
 from kvass.kvstore.node.state import NodeState
 
@@ -45,7 +48,7 @@ READ_FAULTS_MAX = 8  # in a row of looks; more is a broken disk, not a broken pa
 class Tiers:
     """Mutable fields: `_waiting` (keys that are to go down, oldest first), `_sinking` (blocks that
     are being written), `_aside_until_s`, `_writes_again_s`, `_read_faults` (seen at the last look),
-    `counts`.
+    `counts`; `closed`, which the owner sets: nothing is served from flash, and nothing goes there.
 
     `writer` runs one call of the log at a time, `readers` as many reads as the disk wants in
     flight."""
@@ -63,11 +66,12 @@ class Tiers:
         self._slab = slab
         self._log = log
         self._writer = writer
-        self._rises = Rises(state, slab, log.catalog, readers, tasks)
+        self._rises = Rises(state, slab, FlashSource(log.catalog, readers), readers, tasks)
         self._waiting: dict[bytes, None] = {}
         self._sinking = 0
         self._aside_until_s = self._writes_again_s = -1.0
         self._read_faults = 0
+        self.closed = False
         self.counts: Counter[str] = Counter()
 
     def found(self, keys: Sequence[bytes]) -> set[bytes]:
@@ -76,6 +80,10 @@ class Tiers:
             return set()
         places = self._log.catalog.find(keys)
         return {key for key, place in zip(keys, places, strict=True) if place}
+
+    def holds(self, hashes: U64) -> NDArray[np.bool_]:
+        """Say which of these blocks are on flash."""
+        return ~self._log.catalog.newest(hashes, np.zeros(len(hashes), dtype=np.uint64))
 
     def asked(self, keys: Collection[bytes]) -> None:
         """Somebody asks for these blocks: those in memory become worth a place on flash."""
@@ -95,6 +103,8 @@ class Tiers:
                 self._waiting.clear()
             extents = self._state.index.ledger.extents
             while self._waiting and extents.free_bytes < extents.total * (1 - FULL_SHARE):
+                if self.closed:
+                    break
                 await self.sink()
 
     async def sink(self) -> None:
@@ -156,16 +166,9 @@ class Tiers:
             self._look_at_faults()
 
     def stage(self, keys: Sequence[bytes], within_s: float) -> None:
-        """Begin to bring blocks up, as many as a part of the memory holds; those whose turn does
-        not come within the time are not brought."""
-        places = self._wanted(keys)
-        room = int(self._state.index.ledger.extents.total * STAGE_SHARE)
-        ahead: dict[bytes, int] = {}
-        for key, place in places.items():
-            room -= pages_in(place) * PAGE
-            if room < 0:
-                break
-            ahead[key] = place
+        """Begin to bring blocks up, as many as a part of the memory holds, and one at least; those
+        whose turn does not come within the time are not brought."""
+        ahead = self._batch(self._wanted(keys))
         self.counts["staged"] += len(ahead)
         self._rises.start(ahead, within_s)
 
@@ -181,22 +184,29 @@ class Tiers:
             self._log.catalog.use(list(wanted))
         return wanted
 
-    async def brought_up(self) -> AsyncIterator[tuple[list[bytes], int]]:
-        """Bring up all that only flash has, batch after batch, each when the last one is done with:
-        the keys, and how many of them could not be had."""
+    async def brought_up(
+        self, chosen: Chosen | None = None
+    ) -> AsyncIterator[tuple[list[bytes], int]]:
+        """Bring up all that only flash has, or all that flash has of the chosen segments, batch
+        after batch, each when the last one is done with: the keys, and how many of them could not
+        be had."""
+        if self.closed:
+            yield [], len(self._log.catalog)
+            return
         for sequence in self._log.sequences():
             try:
-                keys = await self._writer.run(partial(self._log.keys_in, sequence))
+                keys = await self._writer.run(partial(self._log.keys_in, sequence, chosen))
             except Unavailable as error:
                 _log.error("%s: its blocks cannot be handed over", error)
                 yield [], self._log.catalog.count_in(sequence)
                 continue
             here = self._state.index.ledger.entries
-            keys = [key for key in keys if key not in here]
+            if chosen is None:
+                keys = [key for key in keys if key not in here]
             places = dict(zip(keys, self._log.catalog.find(keys), strict=True))
             while places:
                 batch = self._batch(places)
-                await self._rises.rise(batch, BATCH_S)
+                await self._rises.rise({k: p for k, p in batch.items() if k not in here}, BATCH_S)
                 self._look_at_faults()
                 yield list(batch), sum(key not in here for key in batch)
 
@@ -223,13 +233,36 @@ class Tiers:
 
         return await self._writer.run(erase)
 
+    async def computed_upon(self, writer: str, wrong: Collection[bytes]) -> Computed:
+        """Return the blocks on flash that a writer wrote or that are wrong, and what was computed
+        upon either; raises Unavailable."""
+        return await self._writer.run(lambda: computed_upon(self._log.indexes(), writer, wrong))
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks are on flash."""
+        return len(self._log.catalog)
+
+    def noted(self) -> bytes | None:
+        """Return what was written down beside the log."""
+        text: bytes | None = self._log.notes.read()
+        return text
+
+    async def note(self, text: bytes) -> None:
+        """Write down, beside the log, instead of what was there; raises Unavailable."""
+        await self._writer.run(lambda: self._log.notes.write(text))
+
     async def sync(self) -> None:
         """Make all that is on flash last."""
         await self._writer.run(self._log.sync)
 
     def _is_aside(self) -> bool:
-        if self._rises.waited_s > LIFT_S:
-            self._step_aside(f"flash: a read has taken {self._rises.waited_s:.0f} s")
+        if self.closed:
+            return True
+        waited_s = self._rises.waited_s
+        if waited_s > LIFT_S:  # until it has ended, and as long again: then the disk answers
+            why = f"flash: a read has taken {waited_s:.0f} s"
+            self._step_aside(why, min(waited_s, ASIDE_S))
         return self._state.now_s() < self._aside_until_s
 
     def _stop_writing(self, why: object) -> None:
@@ -238,10 +271,10 @@ class Tiers:
             _log.error("%s: nothing is written to flash for %.0f s", why, ASIDE_S)
         self._writes_again_s = self._state.now_s() + ASIDE_S
 
-    def _step_aside(self, why: object) -> None:
+    def _step_aside(self, why: object, time_s: float = ASIDE_S) -> None:
         if self._state.now_s() >= self._aside_until_s:
-            _log.error("%s: the flash tier steps aside for %.0f s", why, ASIDE_S)
-        self._aside_until_s = self._state.now_s() + ASIDE_S
+            _log.error("%s: the flash tier steps aside for %.0f s or more", why, time_s)
+        self._aside_until_s = self._state.now_s() + time_s
 
     def _look_at_faults(self) -> None:
         faults = self._log.catalog.counts["read_faults"]
@@ -261,7 +294,9 @@ class Tiers:
             "flash_index_bytes": catalog.index_bytes,
             "flash_waiting_blocks": len(self._waiting) + self._sinking,
             "flash_rising_blocks": len(self._rises),
-            "flash_off": int(self._is_aside()),
+            "flash_off": int(self._is_aside() and not self.closed),
+            "flash_closed": int(self.closed),
+            "flash_unopened_files": self._log.unopened,
             "flash_full": int(self._state.now_s() < self._writes_again_s),
             **{f"flash_{name}": catalog.counts[name] for name in (*names, "freed_files")},
             **{

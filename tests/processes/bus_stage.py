@@ -38,9 +38,10 @@ def member(
     member_id: str,
     fields: dict[str, str | int] | None = None,
     obey: CommandHandler | None = None,
+    cluster: str = "local",
 ) -> Member:
     return Member(
-        config.load(None, [f"cluster.broker={broker!r}"]),
+        config.load(None, [f"cluster.broker={broker!r}", f"cluster.name={cluster!r}"]),
         role=role,
         member_id=member_id,
         cluster_fields=FIELDS if fields is None else fields,

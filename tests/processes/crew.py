@@ -112,12 +112,12 @@ class Crew:
         self.gateways: dict[str, Cluster] = {}
         self._on = on
 
-    def add(self, member_id: str, *arguments: str) -> Seat:
+    def add(self, member_id: str, *arguments: str, program: str = "member_at.py") -> Seat:
         """Start a member; its role is the first part of its id."""
         role, port = member_id.partition("-")[0], free_port()
         place = ("--port", str(port)) if role == "gateway" else ()
         command = (
-            *(sys.executable, str(HERE / "member_at.py"), str(port)),
+            *(sys.executable, str(HERE / program), str(port)),
             *(role, "--id", member_id, "--supervised", "--broker", self.address),
             *(*place, *self.settings, *arguments),
         )

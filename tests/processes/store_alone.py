@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import subprocess
 import sys
 import threading
@@ -46,9 +47,23 @@ class NodeProcess:
 @contextmanager
 def node(*arguments: str, **environment: str) -> Iterator[NodeProcess]:
     """Run `kvass store` with these arguments; killed at the end."""
+    with bounded_node(None, *arguments, **environment) as found:
+        yield found
+
+
+@contextmanager
+def bounded_node(
+    open_files_max: int | None, *arguments: str, **environment: str
+) -> Iterator[NodeProcess]:
+    """As `node`, and it may have only so many files and connections open."""
+
+    def bound() -> None:
+        if open_files_max is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (open_files_max, open_files_max))
+
     with subprocess.Popen(
         [*KVASS, "store", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env=os.environ | environment,
+        env=os.environ | environment, preexec_fn=bound,
     ) as process:  # fmt: skip
         found = NodeProcess(process)
         listener = threading.Thread(target=found.listen)

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 from contextlib import AsyncExitStack
+from functools import partial
 
 import anyio
 import anyio.abc
@@ -16,16 +17,10 @@ from amqtt.broker import Broker
 from bus_stage import FIELDS, SEAL, free_broker, live, member, started, until
 from kvass.common import bus
 from kvass.common.errors import Incompatible, Invalid, Unavailable
-from kvass.common.event_loop import BACKEND, BACKEND_OPTIONS
 from kvass.common.membership import Peer
 from kvass.launch.broker import run_broker
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, object]]:
-    return BACKEND, dict(BACKEND_OPTIONS)
 
 
 @pytest.fixture
@@ -54,6 +49,38 @@ async def test_a_killed_member_is_gone_within_a_second_and_its_successor_stays(
                 assert [each.start_id for each in watcher.live("decode")] == [new]
                 os.kill(second.process.pid, signal.SIGKILL)
                 await live(watcher, "decode", [], within_s=1)
+
+
+@pytest.mark.process
+async def test_a_kill_is_a_loss_until_it_is_back_and_a_leave_is_none(
+    broker: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvass")
+
+    def lost() -> list[str]:
+        return [each.peer.member_id for each in watcher.table.lost(watcher._clock.now_s())]
+
+    def logged(words: str) -> bool:
+        return words in caplog.text
+
+    async with run_broker(broker), member(broker, "gateway", "g") as watcher:
+        for leaves in (True, False):
+            caplog.clear()
+            async with started(broker, "store", "store-0", {}) as one:
+                start_id = (await one.next())["start_id"]
+                await live(watcher, "store", [start_id], within_s=2)
+                await until(partial(logged, "store store-0 joined"), within_s=2)
+                assert lost() == []
+                one.process.send_signal(signal.SIGINT if leaves else signal.SIGKILL)
+                with anyio.fail_after(3):
+                    while start_id in watcher.table:
+                        await watcher.changed()
+                assert lost() == ([] if leaves else ["store-0"])
+                told = "store store-0 left" if leaves else "store store-0 is lost"
+                await until(partial(logged, told), within_s=2)
+        async with started(broker, "store", "store-0", {}) as again:
+            await live(watcher, "store", [(await again.next())["start_id"]], within_s=2)
+            assert lost() == []
 
 
 @pytest.mark.process

@@ -9,17 +9,11 @@ import pytest
 
 from bus_stage import FIELDS, SEAL, free_broker, live, member, started, until
 from kvass.common import bus, wire
-from kvass.common.event_loop import BACKEND, BACKEND_OPTIONS
 from kvass.common.seal import Command, Seal, new_command
 from kvass.common.secret import Secret
 from kvass.launch.broker import run_broker
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def anyio_backend() -> tuple[str, dict[str, object]]:
-    return BACKEND, dict(BACKEND_OPTIONS)
 
 
 @pytest.fixture
@@ -90,6 +84,23 @@ async def test_what_is_not_signed_is_ignored_counted_and_told_once(
         await until(lambda: refused() == before + len(messages), within_s=2)
         assert len(obeyed) == 1
         assert caplog.text.count("not signed with this cluster's secret") == 1
+
+
+@pytest.mark.parametrize("secret", ["", "what somebody else knows"])
+async def test_two_clusters_at_one_broker_say_nothing_of_each_other(
+    broker: str, secret: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """amqtt sends a new member what the other cluster's members said."""
+    async with run_broker(broker), member(broker, "gateway", "g") as one:
+        await one.announce("127.0.0.1:7")
+        await live(one, "gateway", [one.hello.start_id], within_s=2)
+        if secret:
+            monkeypatch.setenv("KVASS_CLUSTER_SECRET", secret)
+        async with member(broker, "gateway", "g", cluster="other") as two:
+            await two.announce("127.0.0.1:8")
+            await live(two, "gateway", [two.hello.start_id], within_s=2)
+            assert [each._metrics.messages_refused._value.get() for each in (one, two)] == [0, 0]
+    assert not [each for each in caplog.records if each.levelname == "WARNING"], caplog.text
 
 
 async def test_what_a_dead_member_said_does_not_bring_it_back(broker: str) -> None:

@@ -7,13 +7,14 @@ transports are simulated.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TypeVar, cast
 
 import anyio
 import anyio.abc
 
+from audit_sim import auditor_of, bench_of
 from hash_model import BLOCK, VOCABULARY, HashModel
 from kvass.common.clock import LoopClock
 from kvass.common.costs import Costs
@@ -28,6 +29,7 @@ from kvass.decode.loop import DecodeLoop
 from kvass.decode.offer import Offerer
 from kvass.decode.schedule import Scheduler as DecodeScheduler
 from kvass.prefill import worker as prefill
+from kvass.prefill.audit import Auditor
 from kvass.prefill.job import Resolver
 from kvass.prefill.loop import PrefillLoop
 from kvass.prefill.schedule import Scheduler as PrefillScheduler
@@ -38,6 +40,7 @@ from wires import Wire
 from worker_sim import tokenizer
 
 T = TypeVar("T")
+WRITERS = [f"{role}-{number}" for role in ("prefill", "decode") for number in range(2)]
 Around = Callable[[str, Handlers], Handlers]
 
 
@@ -71,7 +74,8 @@ class Compute:
 
 @dataclass(eq=False)
 class Life:
-    """One start of one worker. Mutable fields: `alive`, `hung`, `wires`."""
+    """One start of one worker. Mutable fields: `alive`, `hung`, `wires`, `auditor` (of a prefill
+    worker), `audits` (cancelled to end them)."""
 
     role: Role
     member: Member
@@ -84,6 +88,8 @@ class Life:
     wires: list[Wire]
     alive: bool = True
     hung: bool = False
+    auditor: Auditor | None = None
+    audits: anyio.CancelScope = field(default_factory=anyio.CancelScope)
 
     @property
     def member_id(self) -> str:
@@ -116,6 +122,7 @@ async def live(
     window: int,
     claim_s: float,
     around: Around,
+    audits: bool = False,
     task_status: anyio.abc.TaskStatus[Life],
 ) -> None:
     """Run a worker until it is killed; starts with its life."""
@@ -142,6 +149,9 @@ async def live(
         start = _start_decode if member.member_id.startswith("decode") else _start_prefill
         life = start(worker, member, engine, tasks, claim_s, around)
         task_status.started(life)
+        if audits and life.auditor is not None:
+            with life.audits:
+                await life.auditor.run()
         await anyio.sleep_forever()
 
 
@@ -154,9 +164,10 @@ def _start_prefill(
     around: Around,
 ) -> Life:
     costs, compute = Costs(member.tokens_per_s), Compute(member.step_s)
+    model = HashModel(worker.memory)
     loop = PrefillLoop(
         PrefillScheduler(chunk_tokens=member.chunk_blocks * BLOCK, batch_requests=member.batch),
-        HashModel(worker.memory),
+        model,
         compute,
         Resolver(worker.store, costs, LAYOUT.block_size, claim_s),
         costs,
@@ -167,7 +178,10 @@ def _start_prefill(
     server = Server(worker.hello, around(member.member_id, service.handlers()), CREDENTIALS)
     tasks.start_soon(loop.run)
     pool = engine.pool
-    return Life("prefill", member, worker, server, tasks, pool, loop, compute, worker.wires)
+    life = Life("prefill", member, worker, server, tasks, pool, loop, compute, worker.wires)
+    bench = bench_of(worker.memory, pool, model, compute)
+    life.auditor = auditor_of(worker, loop, bench, [pool], WRITERS)
+    return life
 
 
 def _start_decode(

@@ -136,6 +136,7 @@ class Members:
             member,
             window=self.scenario.window,
             claim_s=self.scenario.claim_s,
+            audits=self.scenario.audits,
             around=self._disturbance.around,
         )
         life = self.lives[member.member_id] = await self.tasks.start(serve)

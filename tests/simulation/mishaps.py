@@ -11,6 +11,7 @@ from kvass.common.errors import KvassError
 from kvass.common.keys import Chain
 from kvass.kvstore import messages as m
 from kvass.kvstore.client.store import StoreClient
+from kvass.kvstore.erasure import Criteria
 from kvass.kvstore.node.handover import DRAIN_IDLE_S, spans_of_entries
 from lives import Life
 from members import Members
@@ -153,7 +154,8 @@ class Mishaps:
         """Erase, and say whether it was done at every node that there was all the while."""
         async with self._erasing:
             before = self._known()
-            self._members.history.begin_erasure()
+            keys = frozenset(what["keys"]) if "keys" in what else None
+            self._members.history.begin_erasure(Criteria(**{**what, "keys": keys}))
             try:
                 await self._store.drop(**what, deadline_s=2)
             except KvassError:

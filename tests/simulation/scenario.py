@@ -77,7 +77,8 @@ class Mishap:
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """`answers_due`: the decode workers stay well enough that no request may end in an error.
-    `flash`: store nodes have a second tier, whose disk outlives them."""
+    `flash`: store nodes have a second tier, whose disk outlives them. `audits`: idle prefill
+    workers look at what others stored."""
 
     seed: int
     window: int
@@ -93,6 +94,7 @@ class Scenario:
     weather: Weather
     answers_due: bool
     flash: bool
+    audits: bool
 
 
 def draw(seed: int) -> Scenario:
@@ -113,6 +115,10 @@ def draw(seed: int) -> Scenario:
     flash = random.Random(f"flash {seed}").random() < 0.4
     if flash:  # what memory holds does not come back from there
         stores = tuple(replace(each, size=min(each.size, FLASH_SLAB)) for each in stores)
+    luck = random.Random(f"audits {seed}")
+    audits = luck.random() < 0.5
+    if audits and len(prefills) == 1:  # one alone finds only what decode workers have stored
+        prefills += (_worker(luck, "prefill-1", window, hosts),)
     hurt = {m.member_id for m in mishaps if m.kind != "split"}
     return Scenario(
         seed=seed,
@@ -129,6 +135,7 @@ def draw(seed: int) -> Scenario:
         weather="rough" if level in ("rough", "all") else "calm",
         answers_due=any(each.member_id not in hurt for each in decodes),
         flash=flash,
+        audits=audits,
     )
 
 

@@ -306,12 +306,15 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(*, replicas: int = 1) -> AsyncIterator[Cluster]:
-    """Run a cluster; leaving checks every node's law once more."""
+async def cluster(*, replicas: int = 1, bugs: bool = False) -> AsyncIterator[Cluster]:
+    """Run a cluster; leaving checks every node's law once more, and that it met no bug unless
+    `bugs` are planted."""
     async with anyio.create_task_group() as tasks:
         sim = Cluster(tasks, replicas=replicas)
         yield sim
         sim.check()
+        if not bugs:
+            assert not any(node.node.faults["bugs"] for node in sim.nodes.values())
         tasks.cancel_scope.cancel()
 
 

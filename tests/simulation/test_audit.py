@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from hashlib import blake2b
 
 import anyio
 import pytest
 import torch
 import trio.testing
 
+from audit_sim import auditor_of, bench_of, peer_of
 from hash_model import BLOCK, HashModel
 from kvass.common.model.runner import Rows
-from kvass.prefill.audit import Auditor, Bench, OwnFault
+from kvass.prefill.audit import WORKERS_KNOWN_MAX, Arithmetic, Auditor, OwnFault
 from store_sim import Cluster, SlotArray, cluster
 from worker_sim import Prefiller, add_prefiller
 
 pytestmark = pytest.mark.anyio
-PROBE = [index % 16 for index in range(4 * BLOCK)]
 
 
 @pytest.fixture
@@ -42,23 +41,19 @@ class BadMemory(HashModel):
         return logits
 
 
-def an_auditor(prefiller: Prefiller, share: float = 0.5) -> Auditor:
-    memory = prefiller.worker.memory
-    bench = Bench(
-        pool=prefiller.pool,
-        steps=prefiller.model,
-        executor=prefiller.loop._executor,
-        error=lambda one, other: float((memory.array[one] != memory.array[other]).any()),
-        error_max=0.2,
-        digest=lambda slots: blake2b(memory.array[list(slots)].tobytes()).digest(),
-        probe=PROBE,
-        block_tokens=BLOCK,
-        chunk_tokens=4 * BLOCK,
+def an_auditor(
+    prefiller: Prefiller, *, deterministic: bool = True, emptied: Sequence[Prefiller] = ()
+) -> Auditor:
+    bench = bench_of(
+        prefiller.worker.memory,
+        prefiller.pool,
+        prefiller.model,
+        prefiller.loop._executor,
+        deterministic=deterministic,
     )
-    name = prefiller.worker.hello.member_id
-    auditor = Auditor(name, prefiller.worker.store, prefiller.loop, bench, share)
-    prefiller.loop.on_served = auditor.served
-    return auditor
+    pools = [each.pool for each in emptied]
+    names = [f"prefill-{number}" for number in range(3)]
+    return auditor_of(prefiller.worker, prefiller.loop, bench, pools, names)
 
 
 def two(sim: Cluster, *, after: int = 1 << 30) -> tuple[Prefiller, Prefiller, Auditor]:
@@ -67,7 +62,7 @@ def two(sim: Cluster, *, after: int = 1 << 30) -> tuple[Prefiller, Prefiller, Au
     sim.add_node("store-1", blocks=400)
     writer, checker = add_prefiller(sim, "prefill-0"), add_prefiller(sim, "prefill-1")
     writer.model = writer.loop._steps = BadMemory(writer.worker.memory, after)
-    return writer, checker, an_auditor(checker)
+    return writer, checker, an_auditor(checker, emptied=[writer, checker])
 
 
 def prompt(seed: int, blocks: int = 12) -> list[int]:
@@ -89,8 +84,54 @@ async def test_a_worker_that_computes_wrong_is_found_and_all_that_rests_on_it_go
             assert node.index.counts()["barred_writers"] == 1
             writers = {entry.header.writer for entry in node.index.ledger.entries.values()}
             assert "prefill-0" not in writers
+        for each in (writer, checker):
+            assert not each.pool.counts()["cached"], "what was pulled of it is used again"
         await writer.prefill(prompt(50), "again")
         assert "full" in writer.not_stored
+
+
+@pytest.mark.parametrize(
+    ("own", "writers", "found"),
+    [("yes", "yes", 1), ("no", "yes", 0), ("yes", "no", 0), ("yes", "", 0)],
+)
+async def test_one_bit_is_enough_where_all_are_deterministic_and_known(
+    own: str, writers: str, found: int
+) -> None:
+    async with cluster() as sim:
+        writer, checker, _ = two(sim, after=0)
+        auditor = an_auditor(checker, deterministic=own == "yes")
+        auditor.arithmetic.heard([peer_of("prefill-0", writers)])
+        await writer.prefill(prompt(1, 4), "w")  # one step, of whose blocks the last is wrong
+        await checker.prefill([*prompt(1, 4), *prompt(99, 2)], "c")
+        await checker.worker.store.drop(writer="prefill-1")
+        auditor._known = await auditor.bench.probed()
+        for _ in range(20):
+            await auditor.audit(auditor._jobs[-1])
+        assert min(auditor.wrong, 1) == found
+        assert auditor.barred == found and (found or auditor.right)
+
+
+def test_rounding_is_allowed_above_a_block_of_a_worker_that_rounds_otherwise() -> None:
+    async def main() -> None:
+        async with cluster() as sim:
+            _, _, auditor = two(sim)
+            auditor.arithmetic.heard([peer_of("loose", "no"), peer_of("silent", "")])
+            for other, exactly in (("prefill-0", True), ("loose", False), ("silent", False)):
+                assert auditor._is_exact(5, {0: other, 5: "prefill-2"}) == exactly
+                assert auditor._is_exact(5, {5: "prefill-2", 6: other})
+
+    anyio.run(main, backend="trio")
+
+
+def test_what_a_worker_once_said_of_its_rounding_stays() -> None:
+    """Blocks bear its id, not its start."""
+    heard = Arithmetic()
+    heard.heard([peer_of("a", "yes"), peer_of("b", "no")])
+    assert heard.is_exact(["a"]) and not heard.is_exact(["a", "b"]) and not heard.is_exact(["c"])
+    heard.heard([peer_of("b", "yes")])  # started anew, with other settings
+    assert heard.is_exact(["a"]) and not heard.is_exact(["b"])
+    heard.heard(peer_of(f"w{number}", "yes") for number in range(WORKERS_KNOWN_MAX))
+    assert heard.is_exact(["w0"]) and not heard.is_exact(["a"])
 
 
 async def test_a_worker_that_goes_bad_in_mid_chain_is_proved_by_its_own_block_before() -> None:

@@ -16,6 +16,7 @@ from kvass.common.rpc.client import open_client
 from kvass.common.rpc.hello import Hello
 from kvass.common.transport.route import Setting
 from kvass.kvstore import messages as m
+from kvass.kvstore.erasure import Erasure, Exchange
 from lives import Life, live
 from scenario import Member
 from store_sim import LAYOUT, SPACE, SimNode, Worker, at_rest, chain_of, cluster, pull, push
@@ -64,6 +65,7 @@ def store_examples(node: SimNode, worker: Worker) -> list[dict[str, Any]]:
         m.Drop(keys=keys),
         m.Drop(namespace=SPACE, tenant="tenant", writer="writer"),
         m.Bar(writer="writer"),
+        Exchange((b"i" * 16,), (Erasure(b"j" * 16, 1.0, tenant="tenant"),), True, b"k" * 16, 9.0),
         m.Describe(there),
         m.Fill("store-9", spans),
         m.Stats(),

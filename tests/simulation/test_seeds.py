@@ -25,8 +25,8 @@ REACHED = (
     *("evictions", "put_corrupt", "pull_corrupt", "push_full", "push_busy", "leases_lost"),
     *("node_timeout", "node_unavailable", "suspended", "resumed"),
     *("drain", "join", "erase", "crowd", "dropped", "erased everywhere", "hot_segments"),
-    *("filled", "fill_failed", "copies_untold", "handed over", "survived"),
-    *("flash_sunk", "flash_hits", "flash_risen", "flash_refused"),
+    *("filled", "fill_failed", "copies_untold", "handed over", "survived", "audited"),
+    *("flash_sunk", "flash_hits", "flash_risen", "flash_staged", "flash_refused"),
 )
 REACHED_WITHIN = 100
 

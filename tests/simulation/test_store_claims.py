@@ -11,7 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Literal
 
 import anyio
@@ -23,7 +23,7 @@ from kvass.common.costs import Costs
 from kvass.common.model.runner import Rows
 from kvass.common.transport.memory import Fault
 from kvass.kvstore.links import CALL_S
-from store_sim import Cluster, cluster
+from store_sim import LAYOUT, Cluster, chain_of, cluster, push
 from worker_sim import CLAIM_S, Prefiller, add_decoder, add_prefiller
 
 pytestmark = pytest.mark.anyio
@@ -198,15 +198,17 @@ async def test_a_claims_home_in_trouble_costs_at_most_a_second_computing(what: T
 async def test_prompts_of_three_slabs_are_answered_and_what_is_held_is_pulled(
     lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A working set of three times the slab: what was stored for a request is there when it is
-    pulled, what was not is computed, and nobody waits for ever."""
+    """A working set of three times the slab, and others who fill it with what no request waits for:
+    what was stored for a request is there when it is pulled, what was not is computed, and nobody
+    waits for ever. Held bytes are counted at admission: for more the answer is `full`."""
     monkeypatch.setattr(Costs, "loading_pays", lambda costs, size, tokens: True)
     async with cluster() as sim:
-        sim.add_node("store-0", blocks=32, claim_s=CLAIM_S)
+        node = sim.add_node("store-0", blocks=32, claim_s=CLAIM_S)
         prefiller = add_prefiller(sim, slots=4 * 96)
         decoder = add_decoder(sim, slots=2 * 96)
+        others = sim.add_worker("decode-1")
         slow = decoder.worker.hello.start_id  # it pulls later than prefill pushes
-        sim.fabric.fault = lambda attempt: Fault(delay_s=0.3 * (attempt.target == slow))
+        sim.fabric.fault = lambda attempt: Fault(delay_s=2.0 * (attempt.target == slow))
 
         async def serve(number: int, blocks: int) -> None:
             prompt, name = prompt_of(blocks * BLOCK + 1, seed=number), f"r{number}"
@@ -225,7 +227,26 @@ async def test_prompts_of_three_slabs_are_answered_and_what_is_held_is_pulled(
             computed = {position // BLOCK for low, high in ranges for position in range(low, high)}
             assert computed - {blocks} <= missing, "a block was stored, and gone before its pull"
 
+        async def crowd() -> None:
+            """Store what is newer and more asked for than all that is held, more than the slab a
+            second."""
+            for seed in count():
+                chain = chain_of(16, seed=1000 + seed)
+                await push(others, chain, range(16))
+                for _ in range(4):
+                    await others.store.lookup(chain, [(0, 16)], deadline_s=1)
+                held.append(int((await others.store.stats())[0]["held_bytes"]))
+                await anyio.sleep(0.25)
+
+        held: list[int] = []
         with anyio.fail_after(60):
-            async with anyio.create_task_group() as tasks:
-                for number, blocks in enumerate(lengths):
-                    tasks.start_soon(serve, number, blocks)
+            async with anyio.create_task_group() as crowding:
+                crowding.start_soon(crowd)
+                async with anyio.create_task_group() as tasks:
+                    for number, blocks in enumerate(lengths):
+                        tasks.start_soon(serve, number, blocks)
+                crowding.cancel_scope.cancel()
+        cap = node.index.guards.cap_bytes
+        assert cap - LAYOUT.block_size < max(held) <= cap == node.slab.size // 2
+        assert prefiller.worker.store.counts["push_full"]
+        assert node.index.counts()["evictions"] > 2 * 32

@@ -7,9 +7,11 @@ import pytest
 import trio.testing
 from prometheus_client import CollectorRegistry
 
+from kvass.common.block import BlockLayout
 from kvass.common.keys import ranges_of
 from kvass.common.transport.route import Setting
 from kvass.kvstore.node.observe import Observer
+from kvass.launch.store_status import NodeView, findings, word_of
 from store_sim import LAYOUT, SimNode, Worker, chain_of, cluster, pull, push
 
 pytestmark = pytest.mark.anyio
@@ -128,3 +130,25 @@ async def test_metrics_say_what_the_counts_say(way: Setting) -> None:
     assert sample(registry, "kvass_store_copies", state="waiting") == 0
     assert sample(registry, "kvass_store_scrubbed_bytes_total") == counts["scrubbed_bytes"]
     assert registry.get_sample_value("kvass_store_tier_blocks", {"tier": "flash"}) is None
+
+
+async def test_a_slab_that_holds_no_block_says_so() -> None:
+    large = BlockLayout(layers=8, kv_heads=4, head_dim=16, block_tokens=4, kv_dtype="fp8")
+    async with cluster() as sim:
+        node = sim.add_node("store-0", blocks=3)
+        assert 3 * LAYOUT.block_size < large.block_size
+        counts = node.node.counts()
+        assert counts["too_large_bytes"] == counts["too_large_room_bytes"] == 0
+        worker = sim.add_worker(layout=large)
+        chain = chain_of(4, layout=large)
+        for slot in range(4):
+            worker.memory.fill(slot, chain.keys[slot])
+        put = await worker.store.push(
+            chain, range(4), range(4), hold_owner=None, tenant="", deadline_s=5
+        )
+        assert put.refused == dict.fromkeys(range(4), "full")
+        counts = node.node.counts()
+        view = NodeView("store-0", "ready", counts, counts, 2.0)
+        found = [text for text in findings(view) if "holds no block of" in text]
+        assert len(found) == 1 and "raise store.slab_bytes" in found[0]
+        assert word_of(view) == "unwell"

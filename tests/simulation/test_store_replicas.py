@@ -12,7 +12,7 @@ from kvass.common.transport.memory import Attempt, Fault
 from kvass.common.transport.route import Setting
 from kvass.kvstore.node import fills, handover, heat
 from kvass.kvstore.placement import Placement, StoreNode
-from store_sim import Cluster, at_rest, chain_of, cluster, pull, push
+from store_sim import LAYOUT, Cluster, at_rest, chain_of, cluster, pull, push
 
 pytestmark = pytest.mark.anyio
 BLOCKS = 96  # three segments
@@ -143,6 +143,94 @@ async def test_a_drain_without_a_taker_ends_and_says_so() -> None:
         with anyio.fail_after(handover.DRAIN_IDLE_S + 2):
             assert await node.node.drained() == had
         assert (await at_rest(sim))["handover_left"] == had
+
+
+def tally(counts: dict[str, int]) -> dict[str, int]:
+    return {name: counts[f"handover_{name}"] for name in ("elsewhere", "handed", "refused", "left")}
+
+
+async def test_a_drain_evicts_nothing_where_it_hands_over_and_says_what_found_no_room() -> None:
+    async with cluster() as sim:
+        node, other = sim.add_node("store-0", blocks=48), sim.add_node("store-1", blocks=32)
+        worker = sim.add_worker()
+        chains = [chain_of(8, seed=seed) for seed in range(12)]
+        for each in chains:
+            await push(worker, each, range(8))
+        own = {k for each in chains for k in each.keys if other.index.ledger.visible(k)}
+        sole = [k for each in chains for k in each.keys if node.index.ledger.visible(k)]
+        room = other.index.counts()["free_bytes"] // LAYOUT.block_size
+        assert len(sole) > room > 0 and not own & set(sole)
+        await worker.store.drain("store-0", deadline_s=1)
+        with anyio.fail_after(2):
+            assert await node.node.drained() == len(sole) - room, "and nobody waits for the rest"
+        assert all(other.index.ledger.visible(key) for key in own)
+        assert other.index.counts()["evictions"] == 0
+        counts = await at_rest(sim)
+        lost = len(sole) - room
+        assert tally(counts) == {"elsewhere": 0, "handed": room, "refused": lost, "left": lost}
+        assert (counts["drain_held"], counts["drained"]) == (1, 0)
+        # It still answers, and once there is room it goes on by itself.
+        assert {k for each in chains for k in each.keys if node.index.ledger.visible(k)} >= set(
+            sole
+        )
+        sim.add_node("store-2", blocks=128)
+        with anyio.fail_after(20):
+            await node.node.leaving.after("held")
+            assert await node.node.drained() == 0
+        counts = await at_rest(sim)
+        assert counts["drained"] == 1 and counts["handover_left"] == 0
+        assert all(len(holders(sim, key)) > 1 for key in sole)
+
+
+async def test_a_drain_that_is_held_up_is_forced_or_cancelled() -> None:
+    async with cluster() as sim:
+        node = sim.add_node("store-0")
+        worker = sim.add_worker()
+        await push(worker, chain_of(8), range(8))
+        await worker.store.drain("store-0")
+        assert await node.node.drained() == 8
+        await worker.store.drain("store-0", "cancel")
+        assert node.node.leaving.phase == "serving"
+        assert (await at_rest(sim))["handover_left"] == 0
+        sim.share_view()
+        other = chain_of(8, seed=1)
+        assert await push(worker, other, range(8)) == ((0, 8),), "it takes blocks again"
+        await worker.store.drain("store-0", "force")
+        with anyio.fail_after(1):
+            assert await node.node.leaving.after("draining") == "drained"
+        assert await node.node.drained() == 16
+        await worker.store.drain("store-0", "cancel")
+        assert node.node.leaving.phase == "serving"
+
+
+async def test_what_others_evicted_since_they_took_it_is_not_called_handed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with cluster() as sim:
+        node, other = sim.add_node("store-0"), sim.add_node("store-1", blocks=8)
+        sim.view = lambda **_: []  # type: ignore[method-assign]
+        worker = sim.add_worker()
+        nodes = [StoreNode(name, name, 1) for name in ("store-0", "store-1")]
+        worker.store.set_nodes(nodes[:1])
+        await push(worker, chain_of(8), range(8))
+        for each in (node, other):
+            each.node.set_nodes(nodes)
+        worker.store.set_nodes(nodes[1:])
+        hand_over = handover.Handover._hand_over
+        rounds: list[handover.Tally] = []
+
+        async def crowded(self: handover.Handover, keys: object, idle_s: float) -> handover.Tally:
+            rounds.append(await hand_over(self, keys, idle_s))  # type: ignore[arg-type]
+            if len(rounds) == 1:  # writers use what the drain has filled
+                await push(worker, chain_of(8, seed=1), range(8))
+            return rounds[-1]
+
+        monkeypatch.setattr(handover.Handover, "_hand_over", crowded)
+        node.node.drain()
+        assert await node.node.drained() == 8
+        assert rounds[0] == handover.Tally(handed=8)
+        counts = node.node.counts()
+        assert tally(counts) == {"elsewhere": 0, "handed": 0, "refused": 8, "left": 8}
 
 
 async def test_a_corrupt_copy_is_never_visible() -> None:

@@ -111,6 +111,16 @@ def _common(one: Sequence[int], two: Sequence[int]) -> int:
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(two)))
 
 
+def check_audits(lives: Iterable[Life]) -> None:
+    """Nobody computed wrong, so no auditor may have found that anybody did."""
+    for life in lives:
+        if life.auditor is not None and life.auditor.wrong:
+            found, barred = life.auditor.wrong, life.auditor.barred
+            raise AssertionError(
+                f"{life.member_id}'s audit found {found} wrong blocks, and barred {barred} writers"
+            )
+
+
 def check_rest(lives: Iterable[Life], nodes: Iterable[SimNode], fleet: Fleet) -> None:
     """Nobody asks for anything: nothing is used, held, promised or waited for."""
     for life in lives:
@@ -125,6 +135,7 @@ def check_rest(lives: Iterable[Life], nodes: Iterable[SimNode], fleet: Fleet) ->
         if not node.alive:
             continue
         counts = node.node.counts()
+        assert not counts["bugs"], f"{node.member_id} met bugs, which its log names"
         for name in (*names, *counted, *waiting):
             assert counts[name] == 0, f"{node.member_id} still has {name}: {counts[name]}"
         _check_landing(node.member_id, node.node._state.endpoints.landing.counts())

@@ -18,21 +18,21 @@ from kvass.kvstore.checksum import sums
 from kvass.kvstore.index.index import Index, Limits
 from kvass.kvstore.index.ledger import Entry, Ledger
 from kvass.kvstore.index.puts import Move
-from kvass.kvstore.node import fills, rises
+from kvass.kvstore.node import fills
 from kvass.kvstore.node.slab import Slab
 
 Matches = Callable[[BlockHeader], bool]
-OWN_PUTS = (f"{fills.OWN_SESSION}-", f"{rises.OWN_SESSION}-")  # of what nodes bring by themselves
+OWN_PUTS = (f"{fills.OWN_SESSION}-", "flash-", "bucket-")  # of what nodes bring by themselves
 WHOLE_LOOK = 16  # every so many looks a ledger is counted anew, which takes a while
 
 
 @dataclass(slots=True, eq=False)
 class Erasure:
-    """One erasure as nodes did it. Mutable fields: `handled` (when, by start id), `matches`."""
+    """One erasure as nodes did it. Mutable field: `handled` (when, by start id)."""
 
     begun: int
+    matches: Matches
     handled: dict[str, int] = field(default_factory=dict)
-    matches: Matches = lambda header: False
 
     def since(self, epoch: str) -> int:
         """Return when a node had erased what it had; one that came later had nothing."""
@@ -56,10 +56,10 @@ class History:
         self.step += 1
         return self.step
 
-    def begin_erasure(self) -> None:
+    def begin_erasure(self, matches: Matches) -> None:
         """From now on an operator erases; one after the other."""
         assert self.under_way is None
-        self.under_way = Erasure(self.next())
+        self.under_way = Erasure(self.next(), matches)
 
     def end_erasure(self, indexes: Sequence[Index], *, whole: bool) -> None:
         """It is over; `whole`: every node was told, and says so. Then nothing of it is left."""
@@ -133,10 +133,9 @@ class WatchedIndex(Index):
             assert found == entry.header.checksums, "a block is visible that was not checked"
 
     def drop(self, matches: Matches, now_s: float) -> int:
-        """Erase; what comes from now on is new."""
+        """Erase; what comes from now on is new. Others tell of earlier erasures, too."""
         erasure = self.history.under_way
-        if erasure is not None:
-            erasure.matches = matches
+        if erasure is not None and matches == erasure.matches:
             erasure.handled.setdefault(self.limits.epoch, self.history.next())
         return super().drop(matches, now_s)
 

@@ -37,10 +37,11 @@ from mishaps import Mishaps
 from record import Record
 from scenario import Conversation, Scenario, Turn, draw
 from store_sim import LAYOUT, SPACE
-from verdict import Request, check_bytes, check_request, check_rest
+from verdict import Request, check_audits, check_bytes, check_request, check_rest
 from wires import SimDialer, Wire
 
 REQUEST_S = 300.0
+AUDIT_S = 10.0  # for idle workers, to look at what has not been looked at
 CALM_REST_S = 4.0  # then nothing may be in use, where nothing went wrong
 # Of a node's counts, those that show what a run has reached.
 COUNTED = (
@@ -149,6 +150,11 @@ class Whole:
                 tasks.start_soon(self.converse, conversation)
         self.record.note("all conversations are over")
         self.disturbance.is_on = False
+        if self.scenario.audits:
+            await anyio.sleep(AUDIT_S)
+        for life in self.members.lives.values():
+            life.audits.cancel()
+        check_audits(self.members.lives.values())
         undisturbed = self.scenario.weather == "calm" and not self.scenario.mishaps
         for request in self.requests:
             try:
@@ -170,6 +176,8 @@ class Whole:
         for life in self.members.lives.values():
             for kind, count in life.worker.store.counts.items():
                 self.record.count(kind, count)
+            if life.auditor is not None:
+                self.record.count("audited", life.auditor.right)
             if isinstance(life.loop, DecodeLoop):
                 self.record.count("suspended", life.loop.totals.suspended)
         for node in self.members.sim.nodes.values():

@@ -1,0 +1,94 @@
+"""The cluster as an operator is shown it: who is there, who was lost, what is done without. Pure.
+
+`wall_s` is the wall clock at `now_s`: people compare what they read with logs. It refuses to know
+who asks; what it says of what is degraded names members and no addresses, for anybody may read it.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from kvass.common.membership import Entry, NodeTable, Peer, Role
+from kvass.kvstore.placement import copies_of, nodes_of
+
+_ABSENT: dict[Role, str] = {
+    "prefill": "no prefill worker is ready: decode workers compute prompts",
+    "store": "no store node is ready: only what a decode worker holds itself is reused",
+}
+_LOSSES: dict[Role, str] = {
+    "prefill": "others compute what it would have",
+    "decode": "its answers went on at others, if there were any",
+    "store": "what it alone held is computed again",
+    "gateway": "its clients have to ask another one",
+}
+
+
+def members(table: NodeTable, now_s: float, wall_s: float) -> list[dict[str, object]]:
+    """Return every member that is known, and those that were lost."""
+    known = [_listed(entry, table, now_s, wall_s) for entry in table.entries()]
+    lost = [
+        _facts(each.peer)
+        | {"state": "lost", "lost_since": _clock(each.since_s, now_s, wall_s)}
+        | {"load": {}, "details": dict(each.peer.details)}
+        for each in table.lost(now_s)
+    ]
+    return known + lost
+
+
+def degraded(table: NodeTable, now_s: float, wall_s: float) -> list[str]:
+    """Return what is absent, or was lost, that completions do without, at a cost."""
+    absent = [cost for role, cost in _ABSENT.items() if not table.live(role, now_s)]
+    lost = [(each.peer, each.since_s) for each in table.lost(now_s)]
+    silent = [(e.peer, e.heard_s) for e in table.entries() if _is_silent(e, table, now_s)]
+    losses = [
+        f"{peer.role} {peer.member_id} is lost since {_clock(since_s, now_s, wall_s)}: "
+        f"{_LOSSES[peer.role]}"
+        for peer, since_s in lost + silent
+    ]
+    return [*absent, *losses, *_too_few_copies(table, now_s)]
+
+
+def _too_few_copies(table: NodeTable, now_s: float) -> list[str]:
+    nodes = nodes_of(table.live("store", now_s))
+    takers = sum(not node.draining for node in nodes)
+    copies = copies_of(nodes)
+    if not nodes or takers >= copies:
+        return []
+    return [
+        f"store.replicas is {copies}, and the store nodes that take blocks are {takers}: there "
+        "are fewer copies until more join"
+    ]
+
+
+def _is_silent(entry: Entry, table: NodeTable, now_s: float) -> bool:
+    """Whether nothing is heard of a member; one that refused a connection speaks all the same."""
+    return entry.demoted_until_s <= now_s and not table.is_live(entry, now_s)
+
+
+def _listed(entry: Entry, table: NodeTable, now_s: float, wall_s: float) -> dict[str, object]:
+    shown = _facts(entry.peer) | {
+        "state": entry.peer.state if table.is_live(entry, now_s) else "lost",
+        "load": dict(entry.load),
+        "details": dict(entry.peer.details),
+    }
+    if _is_silent(entry, table, now_s):
+        shown["lost_since"] = _clock(entry.heard_s, now_s, wall_s)
+    return shown
+
+
+def _facts(peer: Peer) -> dict[str, object]:
+    return {
+        "role": peer.role,
+        "id": peer.member_id,
+        "start_id": peer.start_id,
+        "host_id": peer.host_id,
+        "pid": peer.pid,
+        "address": peer.address,
+        "metrics_address": peer.metrics_address,
+    }
+
+
+def _clock(then_s: float, now_s: float, wall_s: float) -> str:
+    """Return a moment as log lines have it, to the second."""
+    moment = datetime.fromtimestamp(wall_s - (now_s - then_s), UTC)
+    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")

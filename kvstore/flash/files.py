@@ -1,0 +1,153 @@
+"""The files of one log: how much room they take, which goes first, and giving one back.
+
+A file is given back in this order: no reader finds its records, it is gone from the disk, it is
+closed. It refuses to know what is written, and when.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+import numpy as np
+
+from kvass.common.errors import Unavailable
+from kvass.kvstore.flash import recovery, table
+from kvass.kvstore.flash.background import Background
+from kvass.kvstore.flash.catalog import Catalog, places_of
+from kvass.kvstore.flash.disk import Disk
+from kvass.kvstore.flash.records import FileIndex
+from kvass.kvstore.flash.segment import Segment, name_of
+
+_log = logging.getLogger(__name__)
+
+SEGMENTS_MIN = 3  # one being written, one to be given back, and the one that is spare in between
+
+
+class Files:
+    """Mutable fields: `limit_bytes` and `files_max` (what they may take together), `unopened` (how
+    many files are on the disk that could not be opened). The segments are the catalog's."""
+
+    def __init__(
+        self, disk: Disk, catalog: Catalog, background: Background, limit_bytes: int, files_max: int
+    ) -> None:
+        self.limit_bytes = limit_bytes
+        self.files_max = files_max
+        self.unopened = 0
+        self._disk = disk
+        self._catalog = catalog
+        self._background = background
+
+    def recover(self, file_bytes: int) -> list[recovery.Found]:
+        """Open what is there, oldest first; raises Unavailable. What cannot be opened keeps its
+        room, as far as the log can go on in the rest."""
+        wanted = self.limit_bytes // file_bytes
+        if self.files_max < SEGMENTS_MIN:
+            raise Unavailable(
+                f"flash: {self.files_max} files may be open at once; expected {SEGMENTS_MIN} or "
+                "more: raise the limit of open files"
+            )
+        if wanted > self.files_max:
+            _log.warning(
+                "flash: %d files of %d bytes are wanted, and %d may be open at once, half of all "
+                "that this process may open: it keeps %d bytes; raise the limit of open files or "
+                "store.flash_segment_bytes",
+                wanted, file_bytes, self.files_max, self.files_max * file_bytes,
+            )  # fmt: skip
+        # Two more come before the first one is given back.
+        found, unopened = recovery.recover(self._disk, self.files_max - SEGMENTS_MIN + 1)
+        self.unopened = len(unopened)
+        if unopened:
+            _log.error(
+                "flash: %d of %d files are not opened, since %d may be open at once: their blocks "
+                "are not served, and no drop erases them; raise the limit of open files",
+                len(unopened), len(unopened) + len(found), self.files_max,
+            )  # fmt: skip
+        left = self.limit_bytes - len(unopened) * file_bytes
+        most = min(left, self.files_max * file_bytes)
+        self.limit_bytes = max(most, SEGMENTS_MIN * file_bytes)
+        for each in found:
+            self._catalog.segments[each.segment.sequence] = each.segment
+        return found
+
+    def all(self) -> list[Segment]:
+        return list(self._catalog.segments.values())
+
+    def used_bytes(self) -> int:
+        return sum(each.head.size for each in self.all())
+
+    def have_room(self, size: int) -> bool:
+        """Say whether there is room for one more file."""
+        count = len(self._catalog.segments)
+        return count < self.files_max and self.used_bytes() + size <= self.limit_bytes
+
+    def victim(self, current: Segment | None) -> Segment:
+        """Return the oldest file, or one that holds nothing any more."""
+        files = (each for each in self.all() if each is not current)
+        return min(files, key=lambda each: (each.live_pages > 0, each.sequence))
+
+    def is_replaced(self, segment: Segment) -> bool:
+        """Say whether newer records may be found instead of some of its."""
+        try:
+            rows = self.index_of(segment).rows
+        except Unavailable:
+            return True
+        newest = self._catalog.newest(table.hashes_in(rows["key"]), places_of(segment, rows))
+        return not bool(newest.all())
+
+    def free(self, segment: Segment) -> None:
+        """Give one back; raises Unavailable."""
+        try:
+            rows = self.index_of(segment).rows
+        except Unavailable:
+            self._catalog.remove_file(segment.sequence)
+        else:
+            self._catalog.remove(table.hashes_in(rows["key"]), places_of(segment, rows))
+        # Until it is gone from the disk it must be known: a drop has to reach it.
+        self._disk.remove(name_of(segment.sequence))
+        self._forget(segment)
+        self._catalog.counts["freed_files"] += 1
+
+    def index_of(self, segment: Segment) -> FileIndex:
+        """Return a file's records, also when its index is damaged; raises Unavailable."""
+        self._background.settle(segment)
+        try:
+            return segment.index()
+        except Unavailable as error:
+            _log.error("%s; it is made anew from what is in the file", error)
+        found = recovery.read_through(segment)
+        segment.seal()
+        return found.index
+
+    def secure(self, segment: Segment) -> None:
+        """Make what is found of a file that was given up last, or be found no more; raises
+        Unavailable. What it holds is read again: after a sync that failed nothing else is sure."""
+        rows = segment.index().rows
+        found = recovery.read_through(segment)
+        gone = ~np.isin(rows["page"], found.index.rows["page"])
+        hashes, places = table.hashes_in(rows["key"]), places_of(segment, rows)
+        self._catalog.remove(hashes[gone], places[gone])
+        # An erasure that is not finished is told by the record of it, which an index names not.
+        if not found.drops:
+            segment.seal()
+
+    def forget_missing(self) -> int:
+        """Forget files that somebody has removed from the folder; returns how many. Raises
+        Unavailable."""
+        with contextlib.suppress(Unavailable):
+            self._background.settle()  # a file is closed only when nobody writes to it
+        there = set(self._disk.names())
+        missing = [each for each in self.all() if name_of(each.sequence) not in there]
+        for segment in missing:
+            self._catalog.remove_file(segment.sequence)
+            self._forget(segment)
+        return len(missing)
+
+    def close(self) -> None:
+        """Let go of all files."""
+        for segment in self.all():
+            self._forget(segment)
+
+    def _forget(self, segment: Segment) -> None:
+        del self._catalog.segments[segment.sequence]
+        segment.close()
