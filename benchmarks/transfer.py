@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import gc
 import multiprocessing
 import socket
 import statistics
@@ -44,7 +45,7 @@ from kvass.common.transport.seam import Copies, Region
 from kvass.kvstore.client import pulls
 from kvass.kvstore.client.store import StoreClient, open_client
 from kvass.kvstore.links import NodeLink
-from kvass.kvstore.node.service import open_node
+from kvass.kvstore.node.service import GC_THRESHOLDS, open_node
 from kvass.kvstore.placement import StoreNode
 from rig import Figure
 
@@ -81,7 +82,8 @@ def chains(count: int, blocks: int = BLOCKS) -> list[Chain]:
 
 
 def run_node(pipe: Connection, config: Config) -> None:
-    """A store node, until it is killed."""
+    """A store node, until it is killed, its process set up as `service.serve` does it."""
+    gc.set_threshold(*GC_THRESHOLDS)
 
     async def main() -> None:
         async with open_node(config, hello_of("store")) as (_, address):

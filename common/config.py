@@ -38,8 +38,8 @@ _BYTE_SIZE = TypeAdapter(ByteSize)
 # The name of an object takes 610 bytes besides, of the 1,024 that S3 allows.
 BUCKET_CHARACTERS_MAX = 300
 _BUCKET = re.compile(
-    r"(?=.{0,%d}$)s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/(?!\.+(/|$))[\w.-]+)*/?"
-    % BUCKET_CHARACTERS_MAX,
+    rf"(?=.{{0,{BUCKET_CHARACTERS_MAX}}}$)"
+    r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/(?!\.+(/|$))[\w.-]+)*/?",
     re.ASCII,
 )
 

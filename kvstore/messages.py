@@ -161,7 +161,8 @@ class PutBegin(Request[PutPlaces], frozen=True, tag="put_begin"):
     """Ask for places. `groups`: the half-open range of head groups that this writer brings.
 
     Asking again with the same `put_id` changes nothing. What is not committed within `deadline_s`
-    of receipt is given up.
+    of receipt is given up. `addresses` (same host only): where the writer's first group of each
+    block starts in its memory, in the order of `spans`; the node reads them before it answers.
     """
 
     put_id: PutId
@@ -175,6 +176,7 @@ class PutBegin(Request[PutPlaces], frozen=True, tag="put_begin"):
     groups: Range
     deadline_s: Seconds
     hold_owner: Name = ""
+    addresses: Addresses = ()
 
 
 class PutStored(Message, frozen=True, tag="put_stored"):
@@ -186,15 +188,12 @@ class PutStored(Message, frozen=True, tag="put_stored"):
 
 
 class PutCommit(Request[PutStored], frozen=True, tag="put_commit"):
-    """The blocks' bytes are at `addresses` (same host; where the writer's first group starts) or in
-    the loan (TCP, where `addresses` is empty). `checksums`: xxh3-64, one a head group, block by
-    block.
-    """
+    """What the node must have found (same host) or finds in the loan (TCP). `checksums`: xxh3-64,
+    one a head group, block by block. On the same host it may come while the node still reads, and
+    may name blocks that were not granted."""
 
     put_id: PutId
     keys: Annotated[tuple[Key, ...], Meta(min_length=1, max_length=BLOCKS_MAX)]
-    indices: Indices
-    addresses: Addresses
     checksums: Checksums
     deadline_s: Seconds
 

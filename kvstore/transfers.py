@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 
 import anyio
 import anyio.abc
+import anyio.lowlevel
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,6 +28,8 @@ from kvass.kvstore.checksum import sums
 
 T = TypeVar("T")
 
+LOOP_BYTES = 16 << 20  # hashed in the event loop: less than a millisecond
+TURN_BYTES = 2 << 20
 # One call's bytes over TCP: some milliseconds, and a landing memory of the default size holds four.
 TCP_BATCH_BYTES = 16 << 20
 LANDING_SHARE = 4  # no batch takes more than this part of the landing memory
@@ -133,6 +136,17 @@ class Transfers:
         """Return the checksums of each slot's share. Blocking: run it in the executor."""
         array, count = self.memory.array, len(self.groups)
         return [sums(array[slot], self.start, self.group_size, count) for slot in slots]
+
+    async def hashed(self, slots: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return the checksums of each slot's share: few bytes are hashed in the event loop, which
+        has its turn in between, since waking a thread would take as long."""
+        if len(slots) * self.share > LOOP_BYTES:
+            return await self.executor.run(lambda: self.sums(slots))
+        found, count = [], max(1, TURN_BYTES // self.share)
+        for first in range(0, len(slots), count):
+            await anyio.lowlevel.checkpoint()
+            found += self.sums(slots[first : first + count])
+        return found
 
     async def in_lanes(
         self,

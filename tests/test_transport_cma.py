@@ -28,7 +28,7 @@ pytestmark = pytest.mark.anyio
 
 PIECE = 100_000
 COUNT = 60
-SIZE = PIECE * COUNT  # four slices
+SIZE = PIECE * COUNT  # six slices
 
 
 @pytest.fixture
@@ -77,17 +77,17 @@ def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-@pytest.mark.parametrize(("loop_bytes", "reader"), [(SIZE - 1, "kvass-read_0"), (SIZE, "loop")])
+@pytest.mark.parametrize("in_loop", [False, True])
 async def test_each_range_is_reported_once_when_it_is_there(
     transport: CmaTransport,
     source: Bytes,
     target: Bytes,
-    loop_bytes: int,
-    reader: str,
+    in_loop: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A small read is the event loop's own; a larger one is a thread's."""
-    monkeypatch.setattr(cma, "LOOP_BYTES", loop_bytes)
+    """A small read is the event loop's, which a thread helps; a larger one is two threads'. Each
+    waits a moment at its first slice, so that the other has its turn."""
+    monkeypatch.setattr(cma, "LOOP_BYTES", SIZE if in_loop else SIZE - 1)
     monkeypatch.setattr(threading.current_thread(), "name", "loop")
     seen: list[tuple[int, str]] = []
 
@@ -96,12 +96,14 @@ async def test_each_range_is_reported_once_when_it_is_there(
             piece = target[number * PIECE : (number + 1) * PIECE]
             assert (piece == COUNT - 1 - number).all()
             seen.append((number, threading.current_thread().name))
+        time.sleep(0.02)
 
     await transport.read(
         await attached(transport), copies_of(source, target), deadline_s=5, in_place=in_place
     )
     assert sorted(number for number, _ in seen) == list(range(COUNT))
-    assert {name for _, name in seen} == {reader}
+    names = {name for _, name in seen}
+    assert names == {"loop" if in_loop else "kvass-read_1", "kvass-read_0"}
 
 
 async def test_a_read_in_the_loop_leaves_others_their_turns_and_is_the_only_one(
@@ -113,6 +115,7 @@ async def test_a_read_in_the_loop_leaves_others_their_turns_and_is_the_only_one(
     async def read(name: str) -> None:
         def in_place(first: int, stop: int) -> None:
             seen.append(f"{name} in {threading.current_thread().name}")
+            time.sleep(0.01)
 
         copies = copies_of(source, target)
         await transport.read(start_id, copies, deadline_s=5, in_place=in_place)
@@ -125,7 +128,7 @@ async def test_a_read_in_the_loop_leaves_others_their_turns_and_is_the_only_one(
         tasks.start_soon(read, "second")
     firsts = [name for name in seen if name.startswith("first")]
     assert 1 <= begun < len(firsts), "the loop had no turn before the read was over"
-    assert "kvass-read" not in "".join(firsts)
+    assert not all("kvass-read" in name for name in firsts)
     assert all("kvass-read" in name for name in seen if name.startswith("second"))
 
 
@@ -134,11 +137,15 @@ async def test_a_read_in_the_loop_ends_between_two_slices(
 ) -> None:
     """When it is cancelled, when its time is over and when the transport is closed."""
     start_id, reports = await attached(transport), []
+    loop_thread = threading.get_ident()
 
     async def read(then: Callable[[], None], deadline_s: float = 5.0) -> None:
         def in_place(first: int, stop: int) -> None:
-            reports.append(first)
-            then()
+            if threading.get_ident() == loop_thread:
+                reports.append(first)
+                then()
+            else:
+                time.sleep(0.005)  # so that the loop has its slices
 
         copies = copies_of(source, target)
         await transport.read(start_id, copies, deadline_s=deadline_s, in_place=in_place)
@@ -149,7 +156,7 @@ async def test_a_read_in_the_loop_ends_between_two_slices(
         await read(lambda: time.sleep(0.02), deadline_s=0.01)
     with pytest.raises(Unavailable, match="was closed"):
         await read(transport.close)
-    assert reports == [0, 0, 0]
+    assert len(reports) == 3
 
 
 async def test_nothing_to_read_and_one_range_longer_than_a_slice(
@@ -257,7 +264,7 @@ async def test_a_cancelled_read_returns_when_no_thread_reads(
             assert gate.opened.is_set()
             target[:] = 99
     await anyio.sleep(0.02)
-    assert gate.reports == 1 and (target == 99).all()
+    assert 1 <= gate.reports <= cma.THREADS and (target == 99).all()
 
 
 @pytest.mark.usefixtures("in_threads")
@@ -295,4 +302,4 @@ async def test_closing_fails_what_is_under_way(
         threading.Timer(0.05, gate.opened.set).start()
         transport.close()
     assert failures == ["the transport of this process was closed"]
-    assert gate.reports == 1
+    assert 1 <= gate.reports <= cma.THREADS

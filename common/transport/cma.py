@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -33,13 +34,15 @@ from kvass.common.transport.seam import (
 )
 
 PEERS_MAX = 1_024  # a pidfd each
-THREADS = 2  # reads at once: one core's copying nearly fills a small machine's memory bandwidth
-# So much is read in the event loop itself, two milliseconds with others' turns in between: waking a
-# thread and being woken would take a tenth as long again. One at a time; the rest goes to threads.
+# One core copies at half of what memory gives: the kernel takes hold of each page first.
+THREADS = 2
+# So much is read in the event loop itself, a millisecond with others' turns in between, and a
+# thread beside it: waking two threads and being woken would take a tenth as long again. One read
+# at a time; the rest goes to threads.
 LOOP_BYTES = 16 << 20
-# A fifth of a millisecond: how often deadlines and peers are looked at, and what a second-level
-# cache still has when it is checked.
-SLICE_BYTES = 3 << 19
+# A tenth of a millisecond: how often deadlines and peers are looked at, how long one thread waits
+# for the other in the end, and what a second-level cache still has when it is checked.
+SLICE_BYTES = 1 << 20
 
 
 class CmaTransport:
@@ -111,25 +114,41 @@ class CmaTransport:
         peer.users += 1
         self._readings.add(reading)
         try:
-            await (_run_here(reading) if in_loop else self._run(reading))
+            await (self._run_here(reading) if in_loop else self._run(reading))
         finally:
             self._readings.remove(reading)
             peer.users -= 1
             if self._peers.get(start_id) is not peer:
                 _close_unused(peer)
 
-    async def _run(self, reading: _Reading) -> None:
-        """Read in a thread; returns or raises when that has ended."""
-        work = asyncio.get_running_loop().run_in_executor(self._pool, reading.work)
+    async def _run_here(self, reading: _Reading) -> None:
+        """Read in the event loop, which has its turn after each slice, and in a thread."""
+        beside = self._pool.submit(reading.work) if reading.is_shared else None
         try:
-            await asyncio.shield(work)
+            for _ in reading.slices():
+                await asyncio.sleep(0)
+        finally:
+            reading.end()
+            # Its last slice: not longer than one of this thread's own.
+            if beside is not None and not beside.cancel():
+                beside.result()
+
+    async def _run(self, reading: _Reading) -> None:
+        """Read in threads; returns or raises when they have ended."""
+        loop = asyncio.get_running_loop()
+        count = THREADS if reading.is_shared else 1
+        work = [loop.run_in_executor(self._pool, reading.work) for _ in range(count)]
+        together = asyncio.gather(*work, return_exceptions=True)
+        try:
+            failures = await asyncio.shield(together)
         except asyncio.CancelledError:
-            reading.stopped = True
+            reading.end()
             with anyio.CancelScope(shield=True):
-                await asyncio.wait([work])
-            if not work.cancelled():
-                work.exception()  # the cancellation is what the caller is told
+                await asyncio.wait([together])  # the cancellation is what the caller is told
             raise
+        for failure in failures:
+            if failure is not None:
+                raise failure
 
     async def write(self, start_id: str, copies: Copies, *, tag: bytes, deadline_s: float) -> None:
         """Refuse: over cross-memory attach nothing but the writer's exit ends a write."""
@@ -155,19 +174,16 @@ class CmaTransport:
                 self.detach(start_id)
 
 
-async def _run_here(reading: _Reading) -> None:
-    """Read in the event loop, which has its turn after each slice."""
-    for _ in reading.slices():
-        await asyncio.sleep(0)
-
-
 def _close_unused(peer: PeerProcess) -> None:
     if not peer.users:
         peer.close()
 
 
 class _Reading:
-    """One read, slice after slice. Mutable field: `stopped` (set by the event loop)."""
+    """One read, slice after slice, by any number of threads: each takes the next that is left.
+
+    Mutable fields: `stopped` (set by the event loop), `_left` (slices that nobody has taken).
+    """
 
     def __init__(
         self, peer: PeerProcess, copies: Copies, deadline: float, in_place: InPlace | None
@@ -175,26 +191,46 @@ class _Reading:
         self._peer = peer
         self._deadline = deadline
         self._in_place = in_place
-        self._copies = copies
+        self._vectors = Vectors(copies)
+        self._left = deque(_slices(copies))
         self.stopped = False
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether there is enough for two threads."""
+        return len(self._left) > 1
+
+    def end(self) -> None:
+        """Let no thread begin another slice."""
+        self._left.clear()
+
     def work(self) -> None:
-        """Copy all slices; blocking. Raises as `slices`."""
+        """Copy slices until none is left; blocking. Raises as `slices`."""
         for _ in self.slices():
             pass
 
     def slices(self) -> Iterator[None]:
-        """Copy slice after slice, and yield after each. Raises Unavailable when it was stopped."""
-        vectors = Vectors(self._copies)
-        for first, stop in _slices(self._copies):
-            if self.stopped:
-                raise Unavailable("the transport of this process was closed")
-            if time.monotonic() >= self._deadline:
-                raise DeadlineExceeded("the read did not end before its deadline")
-            self._peer.read(vectors, first, stop)
-            if self._in_place is not None:
-                self._in_place(first, stop)
-            yield
+        """Copy slice after slice, and yield after each. Raises Unavailable when it was stopped; one
+        thread's failure ends the others' work."""
+        try:
+            while (piece := self._next()) is not None:
+                if self.stopped:
+                    raise Unavailable("the transport of this process was closed")
+                if time.monotonic() >= self._deadline:
+                    raise DeadlineExceeded("the read did not end before its deadline")
+                self._peer.read(self._vectors, *piece)
+                if self._in_place is not None:
+                    self._in_place(*piece)
+                yield
+        except BaseException:
+            self.end()
+            raise
+
+    def _next(self) -> tuple[int, int] | None:
+        try:
+            return self._left.popleft()
+        except IndexError:
+            return None
 
 
 def _slices(copies: Copies) -> Iterator[tuple[int, int]]:

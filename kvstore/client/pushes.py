@@ -1,7 +1,7 @@
 """How blocks go from own slots into a store node.
 
-    same host   put_begin ─> granted    put_commit: the node reads the slots and checks
-    TCP         put_begin ─> a loan     write the slots into it, put_commit: the node checks
+    same host   put_begin: the node reads the slots    put_commit, meanwhile: it compares
+    TCP         put_begin ─> a loan     write the slots into it, put_commit: it checks
 
 A put that is not committed is aborted, whatever happened, so that its blocks are writable again
 at once; when that cannot be said either, the node finds out by the end of the connection or the
@@ -11,8 +11,9 @@ deadline.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import anyio
 import numpy as np
@@ -23,6 +24,8 @@ from kvass.common.transport.seam import Copies
 from kvass.kvstore import messages as m
 from kvass.kvstore.links import CALL_S, NodeLink
 from kvass.kvstore.transfers import TRANSFER_S, Transfers
+
+R = TypeVar("R")
 
 BEGIN_S = 2 * CALL_S  # a node may wait a second for landing memory before it answers
 
@@ -66,9 +69,10 @@ async def push(
                 for tenant, own in _by_tenant(chain, indices, terms.tenant):
                     wanted = {index: slots[index] for index in own}
                     put = _Put(transfers, link, chain, wanted, link.now_s() + left_s, outcome)
-                    await put.run(replace(terms, tenant=tenant))
+                    await put.run(replace(terms, tenant=tenant), landed=landed)
 
-        await transfers.in_lanes(sorted(slots), move, landed=ways.put_way == "write")
+        landed = ways.put_way == "write"
+        await transfers.in_lanes(sorted(slots), move, landed=landed)
     except KvassError:
         failed = [i for i in slots if i not in outcome.stored and i not in outcome.refused]
         outcome.refused.update(dict.fromkeys(failed, "failed"))
@@ -95,55 +99,88 @@ class _Put:
     def _left_s(self) -> float:
         return max(self.ends_s - self.link.now_s(), 1e-3)
 
-    async def run(self, terms: PutTerms) -> None:
+    async def run(self, terms: PutTerms, *, landed: bool) -> None:
         """Begin, move, commit; or abort."""
         put_id = self.transfers.next_put()
         try:
-            places = await self._begin(put_id, terms)
-            answers = places.visible, places.busy, places.full, places.granted
-            visible, busy, full, granted = self.link.told(self.slots, *answers)
-            self.outcome.stored.update(visible)
-            self.outcome.refused.update(dict.fromkeys(busy, "busy"))
-            self.outcome.refused.update(dict.fromkeys(full, "full"))
-            if granted:
-                await self._check_loan(places.loan, len(granted))
-                await self._commit(put_id, sorted(granted), places.loan)
-            self._over = True
+            if landed:
+                self._over = await self._write_loan(put_id, terms)
+            else:
+                self._over = await self._let_read(put_id, terms)
         finally:
             if not self._over:
                 await self.link.tell(m.PutAbort(put_id=put_id, started=self._started))
 
-    async def _check_loan(self, loan: m.LoanCard | None, count: int) -> None:
-        """Refuse a loan that has no room, or is not the node's own."""
-        ways = await self.link.ways(deadline_s=self._left_s())
-        if (loan is not None) != (ways.put_way == "write"):
-            raise self.link.wrong("a loan where none is of use, or none where one is")
-        if loan is not None:
-            if loan.size < count * self.transfers.share or loan.card.start_id != ways.start_id:
-                raise self.link.wrong("a loan that is too small, or another process's")
-
-    async def _begin(self, put_id: str, terms: PutTerms) -> m.PutPlaces:
-        """Ask for places, and hash the slots meanwhile: nearly all that is pushed is granted."""
-        request = self._request(put_id, terms)
+    async def _let_read(self, put_id: str, terms: PutTerms) -> bool:
+        """Let the node read the slots; hash them meanwhile, and say at once what it must find.
+        Returns whether nothing is left to abort."""
         slots = list(self.slots.values())
-        failure: KvassError | None = None
+        request = self._request(put_id, terms, self.transfers.places(slots))
+        begun: list[m.PutPlaces] = []
 
-        async def hash_slots() -> None:
-            found = await self.transfers.executor.run(lambda: self.transfers.sums(slots))
-            self._sums.update(zip(self.slots, found, strict=True))
+        async def commit() -> m.PutStored:
+            await self._hash()
+            return await self._commit(put_id, list(self.slots))
 
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(hash_slots)
-            try:
-                left_s = request.deadline_s
-                places = await self.link.call(request, deadline_s=left_s, limit_s=BEGIN_S)
-            except KvassError as error:
-                failure = error  # raised after the group, so that it stays what it is
-        if failure is not None:
-            raise failure
-        return places
+        async def begin() -> None:
+            left_s = request.deadline_s
+            begun.append(await self.link.call(request, deadline_s=left_s, limit_s=TRANSFER_S))
 
-    def _request(self, put_id: str, terms: PutTerms) -> m.PutBegin:
+        stored = await _beside(begin, commit)
+        if begun[0].loan is not None:
+            raise self.link.wrong("a loan where none is of use")
+        return self._note(self._answered(begun[0]), stored)
+
+    async def _write_loan(self, put_id: str, terms: PutTerms) -> bool:
+        """Ask for places, and hash the slots meanwhile: nearly all that is pushed is granted. Then
+        write what was granted. Returns whether nothing is left to abort."""
+        request = self._request(put_id, terms)
+
+        async def begin() -> m.PutPlaces:
+            left_s = request.deadline_s
+            return await self.link.call(request, deadline_s=left_s, limit_s=BEGIN_S)
+
+        places = await _beside(self._hash, begin)
+        granted = self._answered(places)
+        if not granted:
+            return True
+        loan = await self._checked(places.loan, len(granted))
+        self._started = True
+        await self._write(loan, [self.slots[index] for index in granted])
+        return self._note(granted, await self._commit(put_id, granted))
+
+    async def _checked(self, loan: m.LoanCard | None, count: int) -> m.LoanCard:
+        """Return a loan that is the node's own and has the room."""
+        ways = await self.link.ways(deadline_s=self._left_s())
+        if loan is None:
+            raise self.link.wrong("no loan where one is needed")
+        if loan.size < count * self.transfers.share or loan.card.start_id != ways.start_id:
+            raise self.link.wrong("a loan that is too small, or another process's")
+        return loan
+
+    async def _hash(self) -> None:
+        found = await self.transfers.hashed(list(self.slots.values()))
+        self._sums.update(zip(self.slots, found, strict=True))
+
+    def _answered(self, places: m.PutPlaces) -> list[int]:
+        """Note what is there or refused; return what was granted."""
+        answers = places.visible, places.busy, places.full, places.granted
+        visible, busy, full, granted = self.link.told(self.slots, *answers)
+        self.outcome.stored.update(visible)
+        self.outcome.refused.update(dict.fromkeys(busy, "busy"))
+        self.outcome.refused.update(dict.fromkeys(full, "full"))
+        return sorted(granted)
+
+    def _note(self, granted: Sequence[int], reply: m.PutStored) -> bool:
+        """Note what became of the blocks that were granted; returns whether that is settled."""
+        stored, corrupt = self.link.told(granted, reply.stored, reply.corrupt)
+        self.outcome.stored |= stored
+        self.outcome.moved += len(stored)
+        for index in set(granted) - stored:
+            self.outcome.refused[index] = "corrupt" if index in corrupt else "failed"
+        return set(granted) <= stored | corrupt
+
+    def _request(self, put_id: str, terms: PutTerms, addresses: Sequence[int] = ()) -> m.PutBegin:
         transfers = self.transfers
         return m.PutBegin(
             put_id=put_id,
@@ -157,30 +194,19 @@ class _Put:
             groups=(transfers.groups.start, transfers.groups.stop),
             deadline_s=self._left_s(),
             hold_owner=terms.hold_owner,
+            addresses=tuple(addresses),
         )
 
-    async def _commit(self, put_id: str, granted: Sequence[int], loan: m.LoanCard | None) -> None:
-        transfers = self.transfers
-        slots = [self.slots[index] for index in granted]
-        announced = [self._sums[index] for index in granted]
-        if loan is not None:
-            self._started = True
-            await self._write(loan, slots)
+    async def _commit(self, put_id: str, indices: Sequence[int]) -> m.PutStored:
+        """Say what the node must have or find."""
         commit = m.PutCommit(
             put_id=put_id,
-            keys=tuple(self.chain.keys[index] for index in granted),
-            indices=tuple(granted),
-            addresses=() if loan else tuple(transfers.places(slots)),
-            checksums=tuple(itertools.chain.from_iterable(announced)),
+            keys=tuple([self.chain.keys[index] for index in indices]),
+            checksums=tuple(itertools.chain.from_iterable(self._sums[index] for index in indices)),
             deadline_s=self._left_s(),
         )
         left_s = commit.deadline_s
-        reply = await self.link.call(commit, deadline_s=left_s, limit_s=TRANSFER_S)
-        stored, corrupt = self.link.told(granted, reply.stored, reply.corrupt)
-        self.outcome.stored |= stored
-        self.outcome.moved += len(stored)
-        for index in set(granted) - stored:
-            self.outcome.refused[index] = "corrupt" if index in corrupt else "failed"
+        return await self.link.call(commit, deadline_s=left_s, limit_s=TRANSFER_S)
 
     async def _write(self, target: m.LoanCard, slots: Sequence[int]) -> None:
         """Write slots into a node's loan, one after the other.
@@ -201,6 +227,31 @@ class _Put:
             await writer.write(
                 target.card.start_id, copies, tag=target.tag, deadline_s=self._left_s()
             )
+
+
+async def _beside(first: Callable[[], Awaitable[None]], second: Callable[[], Awaitable[R]]) -> R:
+    """Run two calls at once; return what the second one does. Raises the first KvassError as what
+    it is, when neither is under way any more."""
+    failures: list[KvassError] = []
+
+    async def run_first() -> None:
+        try:
+            await first()
+        except KvassError as error:
+            failures.append(error)
+            tasks.cancel_scope.cancel()
+
+    result: list[R] = []
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run_first)
+        try:
+            result.append(await second())
+        except KvassError as error:
+            failures.append(error)
+            tasks.cancel_scope.cancel()
+    if failures:
+        raise failures[0]
+    return result[0]
 
 
 def _by_tenant(

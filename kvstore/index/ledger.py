@@ -145,6 +145,8 @@ class Ledger:
 
     def _fit_quota(self, tenant: str, size: int, evicts: bool) -> bool:
         """Evict a tenant's own blocks until `size` bytes more are within its quota."""
+        if not self.shares.allotments.quota(tenant):
+            return True
         if self.shares.never_fits(tenant, size):
             return False
         while self.shares.is_over(tenant, size):
@@ -169,7 +171,8 @@ class Ledger:
         self._children[header.parent] = self._children.get(header.parent, 0) + 1
         self.shares.insert(header)
         self.news.append(header.key)
-        self.offer(entry)
+        if header.key not in self._children and not self._guarded(header.key):
+            self.shares.offer(header)
 
     def remove(self, entry: Entry) -> None:
         """Forget a block's name now; its slot comes back as soon as nobody uses it."""
@@ -208,7 +211,8 @@ class Ledger:
         """They have stopped, for sure."""
         assert entry.moves > 0
         entry.moves -= 1
-        self._settle(entry)
+        if entry.state != "writing":
+            self._settle(entry)
 
     def offer(self, entry: Entry) -> None:
         """Let the policy evict the block, if nothing protects it."""

@@ -157,7 +157,8 @@ class Puts:
             entry.groups.setdefault(index, Group(order.put_id))
         entry.ends_s = max(entry.ends_s, order.ends_s)
         put.entries[entry.header.key] = entry
-        self._entry_deadlines.add(entry, entry.ends_s)
+        if len(order.groups) < entry.head_groups:  # else the put's own deadline ends it
+            self._entry_deadlines.add(entry, entry.ends_s)
 
     def _hold(self, order: PutOrder, header: BlockHeader) -> bool:
         """Hold a block for the job that asks for it, if one does; False when there is no room."""
@@ -197,7 +198,9 @@ class Puts:
         self._ledger.end_move(entry)
         if entry.state != "writing":
             return False
-        put = self._puts.get(move.put_id)
+        if checksums is not None and len(move.groups) == entry.head_groups == 1:
+            self._end_whole(move, entry.groups[0], tuple(checksums))
+            return True
         stored = checksums is not None and all(entry.groups[g].put_id for g in move.groups)
         if checksums is not None and stored:
             for index, checksum in zip(move.groups, checksums, strict=True):
@@ -205,12 +208,25 @@ class Puts:
         else:
             for index in move.groups:
                 del entry.groups[index]
-        if put is not None:
-            put.entries.pop(entry.header.key, None)
-            if not put.entries:
-                del self._puts[move.put_id]
+        self._forget(move.put_id, entry.header.key)
         self._finish(entry)
         return stored
+
+    def _end_whole(self, move: Move, group: Group, checksums: tuple[int, ...]) -> None:
+        """As `end_move`, of a block that one move brings: nearly all are."""
+        entry = move.entry
+        self._forget(move.put_id, entry.header.key)
+        assert group.put_id, "it was given up, and is written all the same"
+        header = msgspec.structs.replace(entry.header, checksums=checksums)
+        self._ledger.publish(entry, header)
+
+    def _forget(self, put_id: str, key: bytes) -> None:
+        """A put has nothing more to do with a block."""
+        put = self._puts.get(put_id)
+        if put is not None:
+            put.entries.pop(key, None)
+            if not put.entries:
+                del self._puts[put_id]
 
     def _finish(self, entry: Entry) -> None:
         """Publish a block that is whole, or give up one that nobody fills any more."""
@@ -226,11 +242,7 @@ class Puts:
         """End a block that is being written, with every put's share of it."""
         key = entry.header.key
         for put_id in {group.put_id for group in entry.groups.values() if group.put_id}:
-            put = self._puts.get(put_id)
-            if put is not None:
-                put.entries.pop(key, None)
-                if not put.entries:
-                    del self._puts[put_id]
+            self._forget(put_id, key)
         self._guards.forget(key)
         self._ledger.remove(entry)
 

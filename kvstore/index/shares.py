@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from kvass.common.block import BlockHeader
 from kvass.kvstore.eviction.policy import Eviction
 
+HEADROOM = 1.125  # a tenant that grows is listed with this much more than it has
+
 
 @dataclass(frozen=True, slots=True)
 class Allotments:
@@ -53,7 +55,7 @@ class Shares:
 
     The heap holds tenants by pressure (bytes for their weight), the greatest first. An entry may
     say more than is true, and is put right when it comes up; `_listed` says which of a tenant's
-    entries counts. So a block that comes or goes costs no more than one push.
+    entries counts. So a block that goes costs nothing, and one that comes seldom a push.
     """
 
     def __init__(self, allotments: Allotments, policy: Callable[[], Eviction]) -> None:
@@ -71,9 +73,9 @@ class Shares:
         usage = self.used.setdefault(tenant, Usage())
         usage.size_bytes += size_bytes
         usage.blocks += 1
-        pressure = self._pressure(tenant)
+        pressure = usage.size_bytes / self.allotments.weight(tenant)
         if pressure > self._listed.get(tenant, -1.0):
-            self._list(tenant, pressure)
+            self._list(tenant, pressure * HEADROOM)
 
     def discharge(self, tenant: str, size_bytes: int) -> None:
         """The slot is free again."""

@@ -1,17 +1,18 @@
 """A store node's side of a put: places, loans, bytes, checks; only then is a block visible.
 
-    same host   begin ─> granted             commit ─> node reads the writer's slots, checks
-    TCP         begin ─> granted, a loan     commit ─> node copies what arrived, checks the copy
+    same host   begin ─> node reads the writer's slots        commit ─> compare
+    TCP         begin ─> a loan, which the writer writes to   commit ─> copy what arrived, compare
 
-Every move that the index has begun is ended whatever happens, and every loan is settled or
-abandoned once: by commit, abort, the put's deadline, or the end of the writer's connection.
+On the same host a writer sends its commit as soon as it has hashed its slots, while the node reads
+them: two cores work, and there is one wait. Every move that the index has begun is ended whatever
+happens, and every loan is settled or abandoned once: by commit, abort, the put's deadline, or the
+end of the writer's connection.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from kvass.common.block import BlockHeader
 from kvass.common.errors import Invalid, KvassError, Unavailable
@@ -21,6 +22,7 @@ from kvass.common.wire import Done, Message
 from kvass.kvstore import messages as m
 from kvass.kvstore.checksum import rows
 from kvass.kvstore.index.puts import Move, PutOrder
+from kvass.kvstore.node.arrivals import Arrival, Arrivals
 from kvass.kvstore.node.deliveries import Lent
 from kvass.kvstore.node.state import NodeState, chosen, ranges, request_of
 from kvass.kvstore.transfers import borrow, parts
@@ -32,34 +34,16 @@ SIZES_NOTED = 16  # a cluster has one block size, a node seldom serves a second
 LEND_WAIT_S = 1.0  # of a put for landing memory, before its blocks are answered `busy`
 
 
-@dataclass(slots=True, eq=False)
-class _Coming:
-    """One block of a commit. `address` is in the writer's memory (same host)."""
-
-    index: int
-    move: Move
-    address: int
-    announced: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class _Outcome:
-    """Mutable fields: chain indices, and the bytes that were stored."""
-
-    stored: list[int] = field(default_factory=list)
-    corrupt: list[int] = field(default_factory=list)
-    size_bytes: int = 0
-
-
 class PutCalls:
-    """Mutable fields: `_ways` (how a session's puts come), `_lent` (loans by put id), `_too_large`
-    (the latest block sizes that were said never to fit, each with the room for it), `_over_quota`
-    (tenants, as well)."""
+    """Mutable fields: `_ways` (how a session's puts come), `_lent` (loans by put id), `_arrivals`,
+    `_too_large` (the latest block sizes that were said never to fit, each with the room for it),
+    `_over_quota` (tenants, as well)."""
 
     def __init__(self, state: NodeState) -> None:
         self._state = state
         self._ways: dict[str, Way] = {}
         self._lent: dict[str, Lent] = {}
+        self._arrivals = Arrivals(state.index)
         self._too_large: tuple[tuple[int, int], ...] = ()
         self._over_quota: tuple[str, ...] = ()
 
@@ -83,10 +67,12 @@ class PutCalls:
         for put_id in [p for p, lent in self._lent.items() if lent.session == session]:
             self._lent.pop(put_id).loan.abandon()
         self._state.index.leave(session, self._state.now_s())
+        self._arrivals.leave(session)
         self._state.notify()
 
     def expire(self, now_s: float) -> None:
-        """Give up loans of puts whose time is over."""
+        """Give up loans and bytes of puts whose time is over."""
+        self._arrivals.expire(now_s)
         for put_id in [p for p, lent in self._lent.items() if lent.ends_s <= now_s]:
             self._lent.pop(put_id).loan.abandon()
 
@@ -96,8 +82,10 @@ class PutCalls:
         way = self._ways.get(session)
         if way is None:
             raise Unavailable("put_begin before attach")
+        _check_addresses(request, way)
         order = self._order(request, session)
         self._warn_of_size(order)
+        self._arrivals.expire(self._state.now_s())  # what waits for nobody is no quarantine
         over_quota = self._state.index.ledger.over_quota
         verdicts = self._state.index.put_begin(order, self._state.now_s())
         if self._state.index.ledger.over_quota > over_quota:
@@ -110,6 +98,9 @@ class PutCalls:
             card = await self._lend(order, granted)
             if card is None:
                 answers = {i: "busy" if v == "granted" else v for i, v in answers.items()}
+        elif way == "read":  # its commit is on its way, also when nothing is granted
+            addresses = dict(zip(m.named(request.spans).values(), request.addresses, strict=True))
+            await self._read(order, granted, addresses, call.peer.member_id)
         return m.PutPlaces(
             granted=chosen(answers, "granted"),
             visible=chosen(answers, "visible"),
@@ -188,101 +179,103 @@ class PutCalls:
         self._lent[order.put_id] = Lent(loan, order.session, offsets, order.ends_s)
         return m.card_of(loan)
 
-    async def _commit(self, call: Call) -> m.PutStored:
-        request = request_of(call, m.PutCommit)
-        session = call.peer.start_id
-        lent = self._lent.get(request.put_id)
-        if lent is not None and lent.session != session:
-            raise Invalid(f"put_commit: {request.put_id!r} is another writer's")
-        way = self._ways.get(session)
-        _check_commit(request, way)
-        coming = self._begin_moves(request, session)
-        self._lent.pop(request.put_id, None)  # from here on `take` ends the loan
-        outcome = _Outcome()
-        begun_s = self._state.now_s()
-        try:
-            if lent is not None:
-                await self._land(lent, coming, outcome, request.deadline_s)
-            elif way == "read":
-                await self._read(session, coming, outcome, request.deadline_s)
-        except KvassError as error:
-            self._state.faults["put_failed"] += len(coming)
-            _log.warning("put of %s: %s", call.peer.member_id, error)
-        finally:
-            for block in list(coming):
-                self._end(coming, block, None)
-            self._state.notify()
-        self._state.on_moved("put", outcome.size_bytes, self._state.now_s() - begun_s)
-        if outcome.stored:
-            stored = set(outcome.stored)
-            pairs = zip(request.keys, request.indices, strict=True)
-            self._state.on_stored([key for key, index in pairs if index in stored])
-        return m.PutStored(stored=ranges(outcome.stored), corrupt=ranges(outcome.corrupt))
-
-    def _begin_moves(self, request: m.PutCommit, session: str) -> dict[_Coming, None]:
-        addresses = request.addresses or (0,) * len(request.keys)
-        announced = rows(request.checksums, len(request.checksums) // max(len(request.keys), 1))
-        coming: dict[_Coming, None] = {}
-        now_s = self._state.now_s()
-        moves = self._state.index.begin_moves(request.put_id, session, request.keys, now_s)
-        blocks = zip(moves, request.indices, addresses, announced, strict=True)
-        for move, index, address, checksums in blocks:
-            if move is not None and len(checksums) == len(move.groups):
-                coming[_Coming(index, move, address, checksums)] = None
-            elif move is not None:
-                self._state.index.end_move(move, None)
-        self._state.notify()
-        return coming
-
-    async def _land(
-        self, lent: Lent, coming: dict[_Coming, None], outcome: _Outcome, deadline_s: float
-    ) -> None:
-        """Take what a TCP writer has written into its loan."""
-        blocks = list(coming)
-        moves = [block.move for block in blocks]
-        found = await self._state.deliveries.take(lent, moves, deadline_s=deadline_s)
-        self._judge(coming, dict(zip(blocks, found, strict=True)), outcome)
-
     async def _read(
-        self, session: str, coming: dict[_Coming, None], outcome: _Outcome, deadline_s: float
+        self,
+        order: PutOrder,
+        granted: Sequence[bytes],
+        addresses: Mapping[bytes, int],
+        writer: str,
     ) -> None:
         """Read a same-host writer's slots, part by part; each block is hashed as it comes."""
-        blocks = list(coming)
-        for part in parts(blocks, blocks[0].move.size) if blocks else ():
+        known = self._arrivals.find(order.put_id)
+        if known is not None:  # asked again
+            await known.over.wait()
+            return
+        begun_s = self._state.now_s()
+        arrival = Arrival(order.session, order.ends_s, self._moves(order, granted, begun_s))
+        self._arrivals.open(order.put_id, arrival)
+        try:
+            await self._read_parts(arrival, addresses)
+        except KvassError as error:
+            self._state.faults["put_failed"] += len(arrival.moves) - len(arrival.found)
+            _log.warning("put of %s: %s", writer, error)
+        except BaseException:
+            self._arrivals.give_up([order.put_id])  # it is gone, or this node is
+            raise
+        finally:
+            arrival.taken_s = self._state.now_s() - begun_s
+            self._arrivals.ended(order.put_id, arrival)
+            self._state.notify()
+
+    def _moves(
+        self, order: PutOrder | m.PutCommit, keys: Sequence[bytes], now_s: float, session: str = ""
+    ) -> dict[bytes, Move]:
+        session = order.session if isinstance(order, PutOrder) else session
+        moves = self._state.index.begin_moves(order.put_id, session, keys, now_s)
+        return {key: move for key, move in zip(keys, moves, strict=True) if move is not None}
+
+    async def _read_parts(self, arrival: Arrival, addresses: Mapping[bytes, int]) -> None:
+        keys = list(arrival.moves)
+        for part in parts(keys, arrival.moves[keys[0]].size) if keys else ():
             found: dict[int, tuple[int, ...]] = {}
             try:
                 await self._state.deliveries.read(
-                    session,
-                    [block.move for block in part],
-                    [block.address for block in part],
+                    arrival.session,
+                    [arrival.moves[key] for key in part],
+                    [addresses[key] for key in part],
                     found,
-                    deadline_s=deadline_s,
+                    deadline_s=max(arrival.ends_s - self._state.now_s(), 1e-3),
                 )
             finally:  # what came before a fault is there
-                self._judge(coming, {part[i]: sums for i, sums in found.items()}, outcome)
+                arrival.found.update((part[place], sums) for place, sums in found.items())
 
-    def _judge(
-        self,
-        coming: dict[_Coming, None],
-        found: Mapping[_Coming, tuple[int, ...]],
-        outcome: _Outcome,
-    ) -> None:
-        """Compare what is in the slots with what was announced, and end the moves."""
-        for block, checksums in found.items():
-            if checksums != block.announced:
-                self._state.faults["put_corrupt"] += 1
-                outcome.corrupt.append(block.index)
-                self._end(coming, block, None)
-            elif self._end(coming, block, checksums):
-                outcome.stored.append(block.index)
-                outcome.size_bytes += block.move.size
+    async def _commit(self, call: Call) -> m.PutStored:
+        request = request_of(call, m.PutCommit)
+        session = call.peer.start_id
+        announced = _announced(request)
+        if self._ways.get(session) == "write":
+            arrival = await self._landed(request, session, call.peer.member_id)
+        else:
+            arrival = await self._arrivals.take(
+                request.put_id, session, deadline_s=request.deadline_s
+            )
+        if arrival is None:
+            return m.PutStored(stored=(), corrupt=())
+        judged = self._arrivals.judge(arrival, announced)
+        self._state.faults["put_corrupt"] += len(judged.corrupt)
         self._state.notify()
+        self._state.on_moved("put", judged.size_bytes, arrival.taken_s)
+        if judged.keys:
+            self._state.on_stored(judged.keys)
+        return m.PutStored(stored=ranges(judged.stored), corrupt=ranges(judged.corrupt))
 
-    def _end(
-        self, coming: dict[_Coming, None], block: _Coming, checksums: tuple[int, ...] | None
-    ) -> bool:
-        del coming[block]
-        return self._state.index.end_move(block.move, checksums)
+    async def _landed(self, request: m.PutCommit, session: str, writer: str) -> Arrival | None:
+        """Take what a TCP writer has written into its loan; None if its put is over."""
+        lent = self._lent.get(request.put_id)
+        if lent is not None and lent.session != session:
+            raise Invalid(f"put_commit: {request.put_id!r} is another writer's")
+        if lent is None:
+            return None
+        begun_s = self._state.now_s()
+        moves = self._moves(request, request.keys, begun_s, session)
+        arrival = Arrival(session, begun_s + request.deadline_s, moves)
+        del self._lent[request.put_id]  # from here on `take` ends the loan
+        whole = False
+        try:
+            found = await self._state.deliveries.take(
+                lent, list(moves.values()), deadline_s=request.deadline_s
+            )
+            arrival.found.update(zip(moves, found, strict=True))
+            arrival.taken_s = self._state.now_s() - begun_s
+            whole = True
+        except KvassError as error:
+            self._state.faults["put_failed"] += len(moves)
+            _log.warning("put of %s: %s", writer, error)
+        finally:
+            if not whole:
+                self._arrivals.judge(arrival, {})
+                self._state.notify()
+        return arrival
 
     async def _abort(self, call: Call) -> Done:
         request = request_of(call, m.PutAbort)
@@ -293,7 +286,11 @@ class PutCalls:
                 lent.loan.abandon()
             else:
                 lent.loan.settle()
-        self._state.index.put_abort(request.put_id, call.peer.start_id, self._state.now_s())
+        session = call.peer.start_id
+        self._state.index.put_abort(request.put_id, session, self._state.now_s())
+        arrival = self._arrivals.find(request.put_id)
+        if arrival is not None and arrival.session == session:
+            self._arrivals.give_up([request.put_id])
         self._state.notify()
         return Done()
 
@@ -321,17 +318,19 @@ def _headers(request: m.PutBegin) -> list[BlockHeader]:
     return headers
 
 
-def _check_commit(request: m.PutCommit, way: Way | None) -> None:
+def _check_addresses(request: m.PutBegin, way: Way) -> None:
+    count, given = sum(len(span) for span in request.spans), len(request.addresses)
+    if given != (count if way == "read" else 0):
+        raise Invalid(f"put_begin: {given} addresses of {count} blocks; their way is {way!r}")
+
+
+def _announced(request: m.PutCommit) -> dict[bytes, tuple[int, ...]]:
+    """Return the checksums of a commit by key."""
     count = len(request.keys)
-    addresses = count if way == "read" else 0
-    if len(request.indices) != count or len(request.addresses) != addresses:
-        raise Invalid(
-            f"put_commit: {count} keys, {len(request.indices)} indices and "
-            f"{len(request.addresses)} addresses for a put whose way is {way!r}"
-        )
-    if count and (len(request.checksums) % count or not request.checksums):
+    if len(request.checksums) % count or not request.checksums:
         raise Invalid(f"put_commit: {len(request.checksums)} checksums for {count} blocks")
-    if len(set(request.keys)) != count:
+    width = len(request.checksums) // count
+    announced = dict(zip(request.keys, rows(request.checksums, width), strict=True))
+    if len(announced) != count:
         raise Invalid("put_commit: a key comes twice")
-    if any(not 0 <= address < 1 << 56 for address in request.addresses):
-        raise Invalid("put_commit: an address that is none in user space")
+    return announced

@@ -108,6 +108,7 @@ async def _serve_alone(
     config: Config, member_id: str, task_status: anyio.abc.TaskStatus[str]
 ) -> None:
     """Run a node that belongs to no cluster: whoever knows its address and its secret uses it."""
+    gc.set_threshold(*GC_THRESHOLDS)
     who = own_identity()
     name = check_name(member_id, "member id")
     hello = Hello("store", name, who.host_id, who.start_id, who.pid, {})

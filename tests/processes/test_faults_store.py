@@ -255,7 +255,9 @@ async def test_a_new_node_at_an_old_address_honours_no_old_handle(way: Setting) 
             assert await push(store, memory, 1, BLOCKS) == EVERY
             link = store._router.link("store-0")
             old = await link.ways(deadline_s=3)
-            places, granted = await lease_and_put(link, store)
+            places, granted = await lease_and_put(
+                link, store, (memory.address,) if way == "cma" else ()
+            )
             first.kill(signal.SIGKILL)
             first.process.join(5)
             with started(run_node_at, config_of(way), port) as second:
@@ -264,7 +266,9 @@ async def test_a_new_node_at_an_old_address_honours_no_old_handle(way: Setting) 
                 assert (await link.ways(deadline_s=3)).start_id != old.start_id
 
 
-async def lease_and_put(link: NodeLink, store: StoreClient) -> tuple[m.Places, m.PutBegin]:
+async def lease_and_put(
+    link: NodeLink, store: StoreClient, addresses: tuple[int, ...]
+) -> tuple[m.Places, m.PutBegin]:
     """Take a lease and begin a put; return the handles."""
     chain = chain_of(BLOCKS, seed=1, layout=LAYOUT)
     spans = tuple(m.spans_of(chain, [(0, BLOCKS)]))
@@ -283,6 +287,7 @@ async def lease_and_put(link: NodeLink, store: StoreClient) -> tuple[m.Places, m
         head_groups=LAYOUT.head_groups,
         groups=(0, 1),
         deadline_s=20.0,
+        addresses=addresses,
     )
     assert (await link.call(put, deadline_s=3)).granted == ((0, 1),)
     return places, put
@@ -304,8 +309,6 @@ async def is_a_stranger(
     commit = m.PutCommit(
         put_id=put.put_id,
         keys=(key,),
-        indices=(0,),
-        addresses=(memory.address,),
         checksums=(1,),
         deadline_s=3.0,
     )

@@ -39,16 +39,16 @@ def store_examples(node: SimNode, worker: Worker) -> list[dict[str, Any]]:
     loan = m.LoanCard(tag=b"tag", address=worker.memory.address, size=4 * size, card=landing)
     own = m.LoanCard(tag=b"tag", address=worker.memory.address, size=size, card=endpoints.card())
     addresses = tuple(worker.memory.address_of(slot) for slot in range(BLOCKS))
-    keys, indices = tuple(chain.keys), tuple(range(BLOCKS))
-    begin = m.PutBegin("put", spans, SPACE, "tenant", "writer", 4, size, 1, groups, 2.0, "job")
+    keys = tuple(chain.keys)
+    terms = ("put", spans, SPACE, "tenant", "writer", 4, size, 1, groups, 2.0, "job")
     messages: tuple[wire.Message, ...] = (
         m.Attach(endpoints.card()),
         m.Lookup(there),
         m.Stage(there, 1.0),
         m.Claim("owner", spans),
-        begin,
-        m.PutCommit("put", keys, indices, addresses, (1,) * BLOCKS, 2.0),
-        m.PutCommit("put", keys, indices, (), (1,) * BLOCKS, 2.0),
+        m.PutBegin(*terms, addresses),
+        m.PutBegin(*terms),
+        m.PutCommit("put", keys, (1,) * BLOCKS, 2.0),
         m.PutAbort("put", True),
         m.PutAbort("put", False),
         m.GetBegin(there, size, 1, groups),
@@ -95,6 +95,7 @@ def store_run(setting: Setting) -> Callable[[list[Step]], Awaitable[None]]:
             await anyio.sleep(REST_S)
             counts = await at_rest(sim)
             assert not counts["waited_blocks"] and not node.node._puts._lent
+            assert not node.node._puts._arrivals._open
             assert set(node.node._puts._ways) <= {good.hello.start_id}
             node.index.draining = False
             chain = chain_of(2, seed=9)

@@ -171,6 +171,7 @@ async def test_a_writer_that_hangs_after_begin_is_given_up_at_its_deadline() -> 
             head_groups=1,
             groups=(0, 1),
             deadline_s=3.0,
+            addresses=tuple(worker.memory.address_of(slot) for slot in range(4)),
         )
         assert (await link.call(begin, deadline_s=1)).granted == ((0, 4),)
         assert (await link.call(begin, deadline_s=1)).granted == ((0, 4),)  # asked again
@@ -181,8 +182,6 @@ async def test_a_writer_that_hangs_after_begin_is_given_up_at_its_deadline() -> 
         commit = m.PutCommit(
             put_id="hanging",
             keys=(chain.keys[0],),
-            indices=(0,),
-            addresses=(worker.memory.address_of(0),),
             checksums=(1,),
             deadline_s=1.0,
         )

@@ -222,8 +222,8 @@ async def test_a_wrong_salt_finds_nothing() -> None:
         prompt = prompt_of(4 * BLOCK)
         await decoder.answer(decoder.ticket(prompt, 3, name="one", salt=b"a" * 32))
         await anyio.sleep(1)
-        for worker in (decoder, other):
-            _, computed = await worker.answer(worker.ticket(prompt, 3, name="two", salt=b"b" * 32))
+        for worker, salt in ((decoder, b"b" * 32), (other, b"c" * 32)):
+            _, computed = await worker.answer(worker.ticket(prompt, 3, name="two", salt=salt))
             assert computed == ((0, len(prompt)),)
 
 
