@@ -63,7 +63,8 @@ def _record_errors(
     )
     size = ours.norm(dim=(1, 3)).clamp_min(1e-6)
     error = (theirs - ours).norm(dim=(1, 3)) / size
-    return error.nan_to_num(nan=float("inf")).amax(-1).to(torch.float64)
+    largest: torch.Tensor = error.nan_to_num(nan=float("inf")).amax(-1)
+    return largest.to(torch.float64)
 
 
 def digest(memory: SlotMemory, layout: BlockLayout, slots: Sequence[int]) -> bytes:
