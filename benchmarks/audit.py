@@ -45,8 +45,8 @@ from rig import Figure
 
 FORMATS: tuple[KvDtype, ...] = get_args(KvDtype)
 BLOCK, CHUNK, OTHER_CHUNK = 16, 512, 112
-TOKENS, QUICK_TOKENS = 1024, 512
-TEXTS, QUICK_TEXTS = 2, 1
+TOKENS = 512
+TEXTS, QUICK_TEXTS = 4, 1
 TRIALS, QUICK_TRIALS = 100, 40
 PROBE = "--probe"  # what this program is called with to compute in another environment
 OTHER_KERNELS = {
@@ -120,11 +120,11 @@ class OffByOne(TorchPagedKv):
 # --- honest work ----------------------------------------------------------------------------------
 
 
-def texts(served: rig.Served, count: int, size: int) -> list[list[int]]:
+def texts(served: rig.Served, count: int) -> list[list[int]]:
     """Return pieces of Python's own documentation."""
     longest = sorted(topics.values(), key=len, reverse=True)
-    tokens = served.tokenizer.encode("\n\n".join(longest)[: 8 * count * size])
-    return [tokens[start : start + size] for start in range(0, count * size, size)]
+    tokens = served.tokenizer.encode("\n\n".join(longest)[: 8 * count * TOKENS])
+    return [tokens[start : start + TOKENS] for start in range(0, count * TOKENS, TOKENS)]
 
 
 def in_company(model: Model, work: Work) -> Work:
@@ -141,25 +141,25 @@ def in_company(model: Model, work: Work) -> Work:
     return again
 
 
-def probe(file: Path, count: int, size: int) -> None:
+def probe(file: Path, count: int) -> None:
     """Compute every text in every format here, and leave it in a file: `other_kernels` asks."""
     served = rig.Served.load()
     spec = load_spec(served.folder)
     model = load_model(served.folder, spec)
     found = {}
-    for number, text in enumerate(texts(served, count, size)):
+    for number, text in enumerate(texts(served, count)):
         for kv_dtype in FORMATS:
             work = Work.of(spec, kv_dtype, text).compute(model, OTHER_CHUNK)
             found[f"{kv_dtype} {number}"] = work.memory.tensor.clone()
     save_file(found, file)
 
 
-def other_kernels(count: int, size: int) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+def other_kernels(count: int) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
     """Compute every text in processes whose libraries use other instructions."""
     with tempfile.TemporaryDirectory() as folder:
         for name, variables in OTHER_KERNELS.items():
             file = Path(folder, f"{len(name)}.safetensors")
-            command = [sys.executable, __file__, PROBE, str(file), str(count), str(size)]
+            command = [sys.executable, __file__, PROBE, str(file), str(count)]
             subprocess.run(command, env=os.environ | variables, check=True)
             yield name, load_file(file)
 
@@ -259,7 +259,7 @@ def errors_of(fault: Fault, work: Work, model: Model, trials: int) -> list[float
 
 
 def honest_errors(
-    served: rig.Served, spec: ModelSpec, works: dict[str, Work], model: Model, size: int
+    served: rig.Served, spec: ModelSpec, works: dict[str, Work], model: Model
 ) -> dict[tuple[KvDtype, str], float]:
     """Return the largest error of each way of computing the same, by format and way."""
     most: dict[tuple[KvDtype, str], float] = {}
@@ -270,7 +270,7 @@ def honest_errors(
     for work in works.values():
         again = in_company(model, work)
         seen(work.layout.kv_dtype, "other chunks and company", work.largest(again.memory.tensor))
-    for way, found in other_kernels(len(works) // len(FORMATS), size):
+    for way, found in other_kernels(len(works) // len(FORMATS)):
         for name, work in works.items():
             seen(work.layout.kv_dtype, way, work.largest(found[name]))
     full = load_model(served.folder, spec, dtype=torch.float32)
@@ -282,18 +282,17 @@ def honest_errors(
 
 def measure(quick: bool) -> tuple[list[Figure], list[str]]:
     """Return the figures, and what is not as the audit takes it to be."""
-    size = QUICK_TOKENS if quick else TOKENS
     served = rig.Served.load()
     spec = load_spec(served.folder)
     torch.set_num_threads(os.cpu_count() or 1)
     model = load_model(served.folder, spec, counts_of=Products(uses()).counts_of)
     works = {
         f"{kv_dtype} {number}": Work.of(spec, kv_dtype, text).compute(model)
-        for number, text in enumerate(texts(served, QUICK_TEXTS if quick else TEXTS, size))
+        for number, text in enumerate(texts(served, QUICK_TEXTS if quick else TEXTS))
         for kv_dtype in FORMATS
     }
     figures, wrong = [], []
-    for (kv_dtype, way), error in honest_errors(served, spec, works, model, size).items():
+    for (kv_dtype, way), error in honest_errors(served, spec, works, model).items():
         same = way not in OTHER_KERNELS and not way.startswith("weights")
         limit = 0.0 if same else 1.0
         bound = "K {}, V {}".format(*BOUNDS[kv_dtype])
@@ -321,7 +320,7 @@ def _format(figure: Figure) -> KvDtype:
 
 def main() -> int:
     if PROBE in sys.argv:
-        probe(Path(sys.argv[-3]), int(sys.argv[-2]), int(sys.argv[-1]))
+        probe(Path(sys.argv[-2]), int(sys.argv[-1]))
         return 0
     given = rig.options((__doc__ or "").splitlines()[0])
     figures, wrong = measure(given.quick)

@@ -3,8 +3,8 @@
 Blocks are named by spans (`spans.py`). One call is about one chain, so answers name blocks by chain
 index, as half-open ranges.
 
-    put             put_begin ─> granted places  [TCP: the client writes into the loan]
-                    put_commit ─> stored
+    put, same host  put_begin ─> granted places, which the node has read  [put_commit, meanwhile]
+    put, TCP        put_begin ─> granted places, a loan  [the client writes]  put_commit ─> stored
     get, same host  get_begin ─> lease, places  [the client reads, checks]  get_end ─> held?
     get, TCP        get_write ─> the node has written into the client's loan
 """

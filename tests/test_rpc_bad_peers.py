@@ -111,7 +111,7 @@ async def test_bytes_that_end_anywhere_leave_nothing_behind() -> None:
         (framed([frames.CALL, 1, {}]), "first frame must be a hello"),
         (framed([frames.HELLO, 0, {"role": "x"}]), "hello:"),
         (framed([frames.HELLO, 0, {"protocol": 1}]), "protocol differs"),
-        (b"\x16\x03\x01\x02\x00\x01\x00", "speaks TLS and this process does not"),
+        (b"\x16\x03\x01\x02\x00\x01\x00", "speaks TLS, and this one does not"),
     ],
 )
 async def test_what_is_no_handshake_is_refused_with_the_reason(data: bytes, reason: str) -> None:
