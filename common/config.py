@@ -300,8 +300,9 @@ def _validate(config: Config) -> None:
 def _validate_bucket(store: StoreConfig) -> None:
     if store.bucket and _BUCKET.fullmatch(store.bucket) is None:
         raise Invalid(
-            f"store.bucket is {store.bucket!r}; expected s3://bucket or s3://bucket/prefix, with "
-            f"letters, digits, '.', '_' and '-', up to {BUCKET_CHARACTERS_MAX} of them"
+            f"store.bucket is {store.bucket!r}; expected s3://bucket or s3://bucket/prefix: "
+            "the bucket's name has 3 to 63 lower-case letters, digits, '.' and '-'; the prefix "
+            f"letters, digits, '.', '_' and '-'; {BUCKET_CHARACTERS_MAX} characters at most in all"
         )
 
 

@@ -22,4 +22,6 @@ async def main(verb: str, address: str) -> None:
             assert all(torch.equal(found[i], blocks[i]) for i in found)
 
 
+if len(sys.argv) != 3:
+    sys.exit(__doc__)
 anyio.run(main, sys.argv[1], sys.argv[2])

@@ -54,6 +54,8 @@ def _too_few_copies(table: NodeTable, now_s: float) -> list[str]:
     copies = copies_of(nodes)
     if not nodes or takers >= copies:
         return []
+    if not takers:
+        return ["no store node takes new blocks: what is computed now is not kept"]
     return [
         f"store.replicas is {copies}, and the store nodes that take blocks are {takers}: there "
         "are fewer copies until more join"

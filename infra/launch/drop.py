@@ -81,12 +81,17 @@ async def drop(config: Config, url: str, which: Chosen, console: Console) -> int
             console.print(f"Not all is erased: {failures[-1]}. Try again.", style="red")
             code = 1
         else:
+            none = " Nothing matched: is the name right?" * (not blocks)
             console.print(
-                f"{blocks} blocks erased on {len(nodes)} store nodes, and {len(workers)} workers "
-                "keep nothing that they do not use now. Requests that are under way may store "
-                "their blocks again."
+                f"Store: {counted(blocks, 'block')} erased on {counted(len(nodes), 'node')}.{none} "
+                f"Workers: the pools of {len(workers)} were emptied of all that no request uses, "
+                "of every tenant. Requests under way may store their blocks again."
             )
     return code
+
+
+def counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 async def _erase(store: StoreClient, which: Chosen) -> int:

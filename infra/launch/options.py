@@ -142,8 +142,9 @@ MemberHost = Annotated[
         "--host",
         metavar="ADDRESS",
         help="Address that this member's ports are bound to, and that others reach it by "
-        "(default: 127.0.0.1; not 0.0.0.0, which nobody can reach). Whoever reaches them can use "
-        "them: name a private network's.",
+        "(default: 127.0.0.1; not 0.0.0.0, which nobody can reach). RPC takes only "
+        "who has the cluster's secret; metrics and UCX's data ports ask nobody: name a private "
+        "network's.",
         rich_help_panel=_PLACE,
     ),
 ]

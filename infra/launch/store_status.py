@@ -118,7 +118,7 @@ def findings(node: NodeView) -> list[str]:
 def _absent(node: NodeView) -> str:
     misses = "Until then its blocks are misses, which are computed"
     if node.state == "refuses":
-        return f"lets this command not in, which is no fault of its: {node.reason}"
+        return f"refuses this command, and is not at fault: {node.reason}"
     if node.lost_since:
         return (
             f"is lost: nothing was heard of it since {node.lost_since}, and it did not say that it "
@@ -129,16 +129,20 @@ def _absent(node: NodeView) -> str:
     return f"does not answer{why}: see its log, and start it again if it is gone. {misses}"
 
 
+def _refused(node: NodeView) -> str:
+    refused = node.count("handover_refused")
+    return f", {refused} of them since the others have no room" if refused else ""
+
+
 def _leaving(node: NodeView) -> list[str]:
     left, name = node.count("handover_left"), node.member_id
     if not node.count("draining"):
         return []
     if node.count("drain_held"):
         return [
-            f"cannot leave without loss: {left} blocks are nowhere else, "
-            f"{node.count('handover_refused')} of them since the others have no room. Add a node: "
-            f"then it goes on by itself; let them be computed again: kvass drain {name} --force; "
-            f"or let it stay: kvass drain {name} --cancel"
+            f"cannot leave without loss: {left} blocks are nowhere else{_refused(node)}. Add a "
+            "node: then it goes on by itself; let them be computed again: "
+            f"kvass drain {name} --force; or let it stay: kvass drain {name} --cancel"
         ]
     if not node.count("drained"):
         return [

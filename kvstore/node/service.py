@@ -221,7 +221,7 @@ def _open_bucket(config: Config, node: Node, stack: ExitStack) -> None:
             raise
         raise Invalid(
             f"store.bucket is {address!r}, which takes a package that is not installed: "
-            "pip install 'kvass[objects]'"
+            "pip install -c constraints.txt -e '.[objects]', in Kvass's folder"
         ) from None
     executor = ThreadExecutor("kvass-bucket", COPY_THREADS)
     stack.callback(executor.close)

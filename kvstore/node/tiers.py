@@ -3,9 +3,9 @@
     asked for (not by the job it is held for) ─> a bounded queue ─> leased, written, found on flash
     get, stage, drain ─> found on flash ─> `rises.py` ─> visible
 
-A block goes down when it was asked for once after its put, and as soon as memory begins to fill:
-then it is on flash before it is evicted. A disk that fails or hangs makes this tier step aside for
-a while: reads are misses, writes refused and counted, and the node goes on.
+A block goes down when it was asked for once after its put, however empty the memory is: then it is
+on flash before it is evicted, and before the node is killed. A disk that fails or hangs makes this
+tier step aside for a while: reads are misses, writes refused and counted, and the node goes on.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ _log = logging.getLogger(__name__)
 
 WAITING_MAX = 65_536  # blocks that are to go down: 12 GB of the default model's
 BATCH_BYTES = 16 << 20  # written between two looks at the index
-FULL_SHARE = 0.5  # of the slab in use: from here on blocks go down
 TICK_S = 0.05
 STAGE_SHARE = 0.125  # of the slab, for what one call or a drain's batch brings up
 BATCH_S = 30.0  # of a drain, for a batch: its blocks are nowhere else
@@ -101,10 +100,7 @@ class Tiers:
             await anyio.sleep(TICK_S)
             if self._state.index.draining:  # what is here goes to others, from memory
                 self._waiting.clear()
-            extents = self._state.index.ledger.extents
-            while self._waiting and extents.free_bytes < extents.total * (1 - FULL_SHARE):
-                if self.closed:
-                    break
+            while self._waiting and not self.closed:
                 await self.sink()
 
     async def sink(self) -> None:

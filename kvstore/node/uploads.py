@@ -2,9 +2,9 @@
 
     asked for (not by the job it is held for) ─> waits for its segment's others ─> an object
 
-The same blocks that are worth a place on flash go up, once memory begins to fill: what was asked
-for once after its put. Only a segment's home puts them, so that it happens once. A bucket that
-takes nothing is left alone for a while, and still read.
+The same blocks that are worth a place on flash go up: what was asked for once after its put. Only a
+segment's home puts them, so that it happens once. A bucket that takes nothing is left alone for a
+while, and still read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvass.kvstore.index.ledger import Entry
 from kvass.kvstore.node.bucket import TICK_S, Bucket
 from kvass.kvstore.node.slab import Slab
 from kvass.kvstore.node.state import NodeState
-from kvass.kvstore.node.tiers import ASIDE_S, FULL_SHARE, WAITING_MAX
+from kvass.kvstore.node.tiers import ASIDE_S, WAITING_MAX
 from kvass.kvstore.objects.contents import packed, runs_of
 from kvass.kvstore.objects.names import name_of
 from kvass.kvstore.objects.shelf import Listed
@@ -98,9 +98,7 @@ class Uploads:
             if self._state.index.draining:  # what is here goes to others, from memory
                 self._waiting.clear()
                 self._count = 0
-            extents = self._state.index.ledger.extents
-            if extents.free_bytes < extents.total * (1 - FULL_SHARE):
-                await self.put_ready()
+            await self.put_ready()
 
     async def put_ready(self) -> None:
         """Put what has waited long enough."""
