@@ -25,7 +25,7 @@ up: $(VENV)/installed ## Install, fetch the model, start a cluster; Ctrl-C stops
 test: $(VENV)/installed-dev ## Install, then the checks and every test
 	@infra/check
 	@$(BIN)/pytest -n 2 --dist loadfile -m "not process"
-	@exec $(BIN)/pytest -m process
+	@exec $(BIN)/pytest -n 2 --dist loadfile -m process
 
 check: $(VENV)/installed-dev ## Format, lint, types, import contracts, tidiness
 	@infra/check

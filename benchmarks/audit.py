@@ -47,7 +47,7 @@ FORMATS: tuple[KvDtype, ...] = get_args(KvDtype)
 BLOCK, CHUNK, OTHER_CHUNK = 16, 512, 112
 TOKENS = 512
 TEXTS, QUICK_TEXTS = 4, 1
-TRIALS, QUICK_TRIALS = 100, 40
+TRIALS, QUICK_TRIALS = 100, 20
 PROBE = "--probe"  # what this program is called with to compute in another environment
 OTHER_KERNELS = {
     "kernels for AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
@@ -143,6 +143,7 @@ def in_company(model: Model, work: Work) -> Work:
 
 def probe(file: Path, count: int) -> None:
     """Compute every text in every format here, and leave it in a file: `other_kernels` asks."""
+    torch.set_num_threads(1)
     served = rig.Served.load()
     spec = load_spec(served.folder)
     model = load_model(served.folder, spec)
@@ -284,7 +285,7 @@ def measure(quick: bool) -> tuple[list[Figure], list[str]]:
     """Return the figures, and what is not as the audit takes it to be."""
     served = rig.Served.load()
     spec = load_spec(served.folder)
-    torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_num_threads(1)  # the bits are asked for, and threads wait for each other
     model = load_model(served.folder, spec, counts_of=Products(uses()).counts_of)
     works = {
         f"{kv_dtype} {number}": Work.of(spec, kv_dtype, text).compute(model)

@@ -31,7 +31,7 @@ from kvass.common.errors import Invalid
 _STRICT = ConfigDict(extra="forbid")
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_BROKER = "127.0.0.1:1883"  # where members look when none is named
-WEIGHT_MAX = 1e6  # of a tenant, beside another one's 1
+WEIGHT_MIN, WEIGHT_MAX = 1e-6, 1e6  # of a tenant, beside another one's 1
 SLAB_MIN = 1 << 20  # five blocks of the default model; other models' blocks are larger
 THREADS_MAX = 1024  # more cores than any machine has; a typo, and torch would start them all
 _BYTE_SIZE = TypeAdapter(ByteSize)
@@ -308,10 +308,10 @@ def _validate_bucket(store: StoreConfig) -> None:
 
 def _validate_tenants(store: StoreConfig) -> None:
     for tenant, weight in store.tenant_weights.items():
-        if not 0 < weight <= WEIGHT_MAX:
+        if not WEIGHT_MIN <= weight <= WEIGHT_MAX:
             raise Invalid(
-                f"store.tenant_weights: {tenant!r} has {weight}; expected over 0, up to "
-                f"{WEIGHT_MAX:g}"
+                f"store.tenant_weights: {tenant!r} has {weight}; expected "
+                f"{WEIGHT_MIN:g} to {WEIGHT_MAX:g}"
             )
     for name, quota in {"tenant_quota": store.tenant_quota, **store.tenant_quotas}.items():
         if quota < 0:

@@ -93,7 +93,7 @@ class Admission:
         """Refuse who waits and has the most, or raise Overloaded where that is this tenant."""
         most = self.choices_max if room is None else min(room.choices, self.choices_max)
         while self.choices and self.choices + choices > most:
-            other = self.queue.crowded_out(tenant)
+            other = self.queue.crowded_out(tenant, choices)
             if other is None:
                 raise errors.Overloaded(
                     f"{self.choices} answers are in flight here; at most {most} may be"
@@ -105,7 +105,9 @@ class Admission:
         """Give out turns as far as there is room; one at least where nobody is served."""
         most = self.choices_max if room is None else room.served
         while (one := self.queue.first()) is not None:
-            if self.served and self.served + one.cost > most:
+            # One that is wider than half of the room begins when half is free: if it waited for
+            # all of it, places would stand empty, and others wait behind it.
+            if self.served and self.served + min(one.cost, max(most // 2, 1)) > most:
                 return
             self.queue.serve(one)
             self.served += one.cost

@@ -72,7 +72,7 @@ class FairQueue:
         if not own:
             del self._waiting[one.tenant]
 
-    def crowded_out(self, tenant: str) -> Waiting | None:
+    def crowded_out(self, tenant: str, cost: int = 1) -> Waiting | None:
         """Return who makes room for one more of `tenant` where no more may wait: the latest of
         whoever has most waiting for its weight, if that is more than this tenant would have."""
         loads = {
@@ -80,7 +80,7 @@ class FairQueue:
             for name, each in self._waiting.items()
         }
         heaviest = max(loads, key=lambda name: (loads[name], name), default=tenant)
-        own = loads.get(tenant, 0.0) + 1 / self.weights.get(tenant, 1.0)
+        own = loads.get(tenant, 0.0) + cost / self.weights.get(tenant, 1.0)
         if heaviest == tenant or loads[heaviest] <= own:
             return None
         return next(reversed(self._waiting[heaviest].values()))

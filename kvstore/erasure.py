@@ -17,13 +17,13 @@ from msgspec import Meta
 
 from kvass.common.block import BlockHeader
 from kvass.common.keys import KEY_BYTES
-from kvass.common.wire import Key, Message, Name, Request
+from kvass.common.wire import KEYS_MAX, Key, Message, Name, Request
 
 ID_BYTES = 16
 # Of an operator these are years of work, of a program that deletes tensors perhaps minutes. Kept
-# whole they take a megabyte of memory, and the same on a disk.
+# whole they take some megabytes of memory, and the same on a disk.
 KEPT_MAX = 1_024
-KEPT_KEYS_MAX = 32_768  # that all kept ones together name
+KEPT_KEYS_MAX = KEYS_MAX  # that all kept ones together name: one drop of the largest fits
 # Of more than that it is known that they were, so that who missed one can be told so.
 PAST_MAX = 16_384
 
@@ -65,6 +65,13 @@ class Erasure(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     bars: bool = False
     after: Joined = b""
 
+    def __post_init__(self) -> None:
+        """Refuse what could not be carried out; on the wire that is an Invalid."""
+        if self.bars and self.writer is None:
+            raise ValueError("a bar names a writer")
+        if len(self.keys or b"") % KEY_BYTES or len(self.after) % KEY_BYTES:
+            raise ValueError("a half key")
+
     @property
     def criteria(self) -> Criteria:
         keys = None if self.keys is None else frozenset(split(self.keys))
@@ -105,6 +112,9 @@ class Exchanged(Message, frozen=True, tag="exchanged"):
     past: JoinedIds = b""
     forgotten_s: Age | None = None
 
+    def __post_init__(self) -> None:
+        _check_ids(self.past)
+
 
 class Exchange(Request[Exchanged], frozen=True, tag="exchange"):
     """One store node to another: the erasures `ids` I keep, and these I tell you now; you have
@@ -116,3 +126,11 @@ class Exchange(Request[Exchanged], frozen=True, tag="exchange"):
     is_first: bool = False
     past: JoinedIds = b""
     forgotten_s: Age | None = None
+
+    def __post_init__(self) -> None:
+        _check_ids(self.past)
+
+
+def _check_ids(ids: bytes) -> None:
+    if len(ids) % ID_BYTES:
+        raise ValueError("a half id")

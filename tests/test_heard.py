@@ -112,11 +112,14 @@ TestComingAndGoing = ComingAndGoing.TestCase
 def test_a_restart_knows_what_was_done_and_how_old_it_is() -> None:
     node = Heard()
     node.add(erasure(1, age_s=10.0), 100.0).is_done = True
-    node.add(erasure(2), 100.0)  # not erased everywhere: it must be told again
+    node.add(erasure(2), 100.0)  # not erased everywhere: it is still to be carried out
     node.touch(120.0)
     after = restarted(node, now_s=130.0, wall_s=5_000.0)
-    assert after.ids() == (id_of(1),)
-    (told,) = after.told(after.ids(), 1.0)
+    assert [(each.erasure.id, each.is_done) for each in after] == [
+        (id_of(1), True),
+        (id_of(2), False),
+    ]
+    (told,) = after.told((id_of(1),), 1.0)
     assert told.age_s == pytest.approx(10 + 30 + 5)
     assert after.touched_at_s == pytest.approx(1.0 - 5 - 10)
     assert not after.may_have_missed(b"", None, 1.0)

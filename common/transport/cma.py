@@ -48,7 +48,7 @@ SLICE_BYTES = 1 << 20
 class CmaTransport:
     """The same-host transport; it opens no socket. All methods run in the event loop.
 
-    Mutable fields: `_peers`, `_readings` (under way).
+    Mutable fields: `_peers`, `_readings` (under way), `_is_closed`.
     """
 
     kind: TransportKind = "cma"
@@ -60,6 +60,7 @@ class CmaTransport:
         self._peers: dict[str, PeerProcess] = {}
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="kvass-read")
         self._readings: set[_Reading] = set()
+        self._is_closed = False
 
     def card(self) -> EndpointCard:
         """Return how peers read from this process."""
@@ -104,6 +105,8 @@ class CmaTransport:
     ) -> None:
         """Copy from an attached peer into own registered memory."""
         check(copies, self._regions)
+        if self._is_closed:
+            raise Unavailable("the transport of this process was closed")
         peer = self._peers.get(start_id)
         if peer is None:
             raise Unavailable(f"peer {start_id} is not attached")
@@ -124,6 +127,7 @@ class CmaTransport:
     async def _run_here(self, reading: _Reading) -> None:
         """Read in the event loop, which has its turn after each slice, and in a thread."""
         beside = self._pool.submit(reading.work) if reading.is_shared else None
+        failure: BaseException | None = None
         try:
             for _ in reading.slices():
                 await asyncio.sleep(0)
@@ -131,7 +135,9 @@ class CmaTransport:
             reading.end()
             # Its last slice: not longer than one of this thread's own.
             if beside is not None and not beside.cancel():
-                beside.result()
+                failure = beside.exception()
+        if failure is not None:
+            raise failure
 
     async def _run(self, reading: _Reading) -> None:
         """Read in threads; returns or raises when they have ended."""
@@ -162,6 +168,7 @@ class CmaTransport:
 
     def close(self) -> None:
         """Let reads under way fail after their slice; returns when no thread reads."""
+        self._is_closed = True
         for reading in self._readings:
             reading.stopped = True
         self._pool.shutdown(wait=True)

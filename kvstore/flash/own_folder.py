@@ -62,7 +62,7 @@ def own_folder(
 ) -> RealDisk:
     """Take the folder that is this node's, or another one; raises Unavailable. Blocks, for
     `wait_s` at most."""
-    if not root.parent.is_dir():  # where a disk is not mounted, another one would fill
+    if not root.parent.exists():  # where a disk is not mounted, another one would fill
         raise Unavailable(f"{root}: {root.parent} does not exist; is the disk mounted?")
     folders = [root / f"node-{number}" for number in range(FOLDERS_MAX)]
     owners = {folder: _owner_of(folder) for folder in folders if folder.is_dir()}

@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from kvass.kvstore.erasure import (
+    ID_BYTES,
     KEPT_KEYS_MAX,
     KEPT_MAX,
     PAST_MAX,
@@ -35,18 +36,21 @@ SLACK_S = 60.0
 
 @dataclass(slots=True, eq=False)
 class Kept:
-    """One erasure here. `is_done`: on every tier. `blocks` and `ends` are for who asks again."""
+    """One erasure here. `is_done`: in memory and on flash; `bucket_owes`: the bucket has still to
+    carry it out. `blocks` and `ends` are for who asks again."""
 
     erasure: Erasure
     made_s: float
     is_done: bool = False
+    bucket_owes: bool = False
     blocks: int = 0
     ends: tuple[bytes, ...] = ()
 
 
 class Saved(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What a node writes down. `wall_s` is the host's own wall clock then; ages are of then;
-    `past_ages` are floats of four bytes."""
+    `past_ages` are floats of four bytes. `owed`: what was not carried out everywhere; `owes_all`:
+    all that is below memory was to go, and had not gone."""
 
     wall_s: float
     erasures: tuple[Erasure, ...]
@@ -54,6 +58,12 @@ class Saved(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     past_ages: Annotated[bytes, Meta(max_length=4 * PAST_MAX)]
     forgotten_s: Age | None
     touched_s: Age | None
+    owed: tuple[Erasure, ...] = ()
+    owes_all: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.past) % ID_BYTES or len(self.past_ages) % 4:
+            raise ValueError("a half id or age")
 
 
 class Heard:
@@ -99,7 +109,8 @@ class Heard:
         if erasure.key_count > KEPT_KEYS_MAX:
             self._let_go(kept)
         while len(self._kept) > self._kept_max or self._keys > KEPT_KEYS_MAX:
-            self._let_go(min(self._kept.values(), key=lambda each: each.made_s))
+            # What is still owed goes last: who lets it go forgets to carry it out.
+            self._let_go(min(self._kept.values(), key=lambda e: (not e.is_done, e.made_s)))
         return kept
 
     def _let_go(self, kept: Kept) -> None:
@@ -160,19 +171,25 @@ class Heard:
 
     # --- what lasts ---
 
-    def saved(self, now_s: float, wall_s: float) -> Saved:
-        """Return what is to be written down: only what is done is heard for good."""
+    def saved(self, now_s: float, wall_s: float, *, owes_all: bool = False) -> Saved:
+        """Return what is to be written down, apart what is not carried out yet."""
+        done, owed = list[Erasure](), list[Erasure]()
+        for each in self._kept.values():
+            is_over = each.is_done and not each.bucket_owes
+            (done if is_over else owed).append(_aged(each, now_s))
         return Saved(
             wall_s,
-            tuple(_aged(each, now_s) for each in self._kept.values() if each.is_done),
+            tuple(done),
             self.past(),
             array("f", (now_s - made_s for made_s in self._past.values())).tobytes(),
             self.forgotten_s(now_s),
             _age(self.touched_at_s, now_s),
+            tuple(owed),
+            owes_all,
         )
 
     def load(self, saved: Saved, now_s: float, wall_s: float) -> None:
-        """Take in what an earlier life has written down."""
+        """Take in what an earlier life has written down; what is owed is not done."""
         away_s = max(wall_s - saved.wall_s, 0.0)
         ages = array("f", saved.past_ages)
         for erasure_id, age_s in zip(split_ids(saved.past), ages, strict=False):
@@ -181,10 +198,11 @@ class Heard:
             self._note_forgotten(now_s - away_s - saved.forgotten_s)
         if saved.touched_s is not None:
             self.touched_at_s = now_s - away_s - saved.touched_s
-        for erasure in saved.erasures:
-            if erasure.id not in self:
-                older = msgspec.structs.replace(erasure, age_s=erasure.age_s + away_s)
-                self.add(older, now_s).is_done = True
+        for erasures, is_done in ((saved.erasures, True), (saved.owed, False)):
+            for erasure in erasures:
+                if erasure.id not in self:
+                    older = msgspec.structs.replace(erasure, age_s=erasure.age_s + away_s)
+                    self.add(older, now_s).is_done = is_done
 
 
 def _aged(kept: Kept, now_s: float) -> Erasure:

@@ -80,9 +80,11 @@ class Arrivals:
         """
         if put_id not in self._open:
             early = self._early.setdefault(put_id, anyio.Event())
-            with anyio.move_on_after(min(EARLY_S, deadline_s)):
-                await early.wait()
-            self._early.pop(put_id, None)
+            try:
+                with anyio.move_on_after(min(EARLY_S, deadline_s)):
+                    await early.wait()
+            finally:
+                self._early.pop(put_id, None)
         arrival = self._open.get(put_id)
         if arrival is None:
             return None

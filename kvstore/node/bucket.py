@@ -67,6 +67,8 @@ class Bucket:
         self._clock = clock
         self._orders: list[DropOrder] = []
         self._failed: list[DropOrder] = []
+        self._clearing = anyio.Lock()
+        self._flying: dict[str, bool] = {}  # uploads by name: whether a drop came meanwhile
         self._doomed: dict[str, None] = {}
         self._nodes: frozenset[str] = frozenset()
         self._list_s = self._clear_s = -1.0
@@ -160,8 +162,19 @@ class Bucket:
         """An object is made anew: what was wrong with it before is over."""
         self._doomed.pop(name, None)
 
+    def takes_off(self, name: str) -> None:
+        self._flying[name] = False
+
+    def landed(self, name: str) -> bool:
+        """Whether it may be found: no drop of it came meanwhile."""
+        return not self._flying.pop(name, False)
+
     async def _clear(self) -> None:
-        """Delete what is to go, and what drops could not erase."""
+        """Delete what is to go, and what drops could not erase; one at a time."""
+        async with self._clearing:
+            await self._clear_now()
+
+    async def _clear_now(self) -> None:
         try:
             for order in list(self._failed):
                 await self._erase(order)
@@ -194,14 +207,29 @@ class Bucket:
         return len(self._orders)
 
     async def drop(
-        self, order: DropOrder, settled: Callable[[], Awaitable[None]], also: Sequence[str] = ()
+        self,
+        order: DropOrder,
+        settled: Callable[[], Awaitable[None]],
+        also: Sequence[str] = (),
+        *,
+        bars: bool = False,
     ) -> U64:
         """Take off the shelf what matches, and `also` these; when no upload that was begun before
         is under way any more, `settled`, delete it. Returns which blocks matched; raises
-        Unavailable when not all could be deleted, which is then tried again while the node runs."""
-        is_noted = len(self._orders) < ORDERS_MAX
+        Unavailable when not all could be deleted, which is then tried again while the node runs.
+
+        An upload that lands later is forgotten if it matches; with `bars` each one is: it may have
+        been computed upon what is wrong.
+        """
+        is_noted = True
+        if len(self._orders) >= ORDERS_MAX:  # too many: then all goes
+            order = DropOrder()
+            is_noted = order not in self._orders
         if is_noted:
             self._orders.append(order)
+        for name in self._flying:
+            said = read_name(name, self.root)
+            self._flying[name] |= bars or (said is not None and said.matches(order))
         try:
             await self._forget_slowly([*self.shelf.matching(order), *also])
             if self.outage.is_on:
@@ -225,7 +253,7 @@ class Bucket:
         either. Returns his blocks."""
         order = DropOrder(writer=writer)
         upon = self.shelf.upon(self.shelf.matching(order), wrong)
-        return await self.drop(order, settled, upon)
+        return await self.drop(order, settled, upon, bars=True)
 
     async def _forget_slowly(self, names: list[str]) -> None:
         for at in range(0, len(names), SLICE):

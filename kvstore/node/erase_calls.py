@@ -106,9 +106,12 @@ class EraseCalls:
                 _log.error("flash: the note of erasures says nothing to this program: %s", error)
             else:
                 self.heard.load(saved, self._state.now_s(), self._wall_s())
+                self._owes_all = saved.owes_all
         for kept in self.heard:
             if kept.erasure.bars:
                 self._keep_out(kept.erasure)
+            if not kept.is_done:
+                self._owed[kept.erasure.id] = _Owed(kept, set(), set(split(kept.erasure.after)))
         self._open_or_close()
 
     def use_bucket(self, bucket: BucketTier) -> None:
@@ -201,11 +204,11 @@ class EraseCalls:
 
     def _take(self, erasure: Erasure) -> Kept:
         """Erase in memory, unless it was done; what is below is owed from now on."""
-        known = self._owed.get(erasure.id)
-        if known is not None:
-            return known.kept
-        if erasure.id in self.heard:
-            kept = self.heard.get(erasure.id)
+        if erasure.id in self._owed or erasure.id in self.heard:
+            known = self._owed.get(erasure.id)
+            kept = self.heard.get(erasure.id) if known is None else known.kept
+            if kept is not None and kept.erasure.criteria != erasure.criteria:
+                raise Invalid("drop: this id is another erasure's; give each one its own")
             return kept or Kept(erasure, self._state.now_s(), is_done=True)
         index, now_s = self._state.index, self._state.now_s()
         is_last = self._tiers is None and self._bucket is None
@@ -220,6 +223,7 @@ class EraseCalls:
         owed.gone = before - index.ledger.entries.keys()
         self._state.notify()
         self._owed[erasure.id] = owed
+        self._is_news = True  # also what cannot be carried out now lasts over a restart
         if len(self._owed) > OWED_MAX:
             self._owed.clear()
             self._owes_all = True
@@ -276,6 +280,7 @@ class EraseCalls:
             erased = await self._bucket.drop(order)
         except Unavailable as error:
             owed.in_bucket = str(error)
+            owed.kept.bucket_owes = True
             return
         # Those that are nowhere else here.
         elsewhere = np.isin(erased, hashes_of(list(owed.gone)))
@@ -326,6 +331,10 @@ class EraseCalls:
 
     async def note(self) -> None:
         """Write down what has not been, and now and then that this node knows what others know."""
+        if self._bucket is not None and not self._bucket.bucket.unerased:
+            for kept in self.heard:
+                self._is_news |= kept.bucket_owes
+                kept.bucket_owes = False
         now_s = self._state.now_s()
         is_due = now_s - self._noted_s >= (BURST_S if self._is_news else NOTE_S)
         is_due &= self._is_news or self.heard.touched_at_s is not None
@@ -337,7 +346,9 @@ class EraseCalls:
         if self._tiers is None:
             return
         self._noted_s, self._is_news = self._state.now_s(), False
-        saved = self.heard.saved(self._noted_s, self._wall_s())
+        # What is owed and kept no more cannot be said one by one.
+        owes_all = self._owes_all or any(self.heard.get(each) is None for each in self._owed)
+        saved = self.heard.saved(self._noted_s, self._wall_s(), owes_all=owes_all)
         try:
             await self._tiers.note(msgspec.msgpack.encode(saved))
         except Unavailable as error:

@@ -46,6 +46,7 @@ class _Met:
     address: str
     start_id: str
     knows: set[bytes]
+    said: tuple[bytes, float | None] = (b"", None)  # what it was told is kept no more
 
 
 @dataclass(slots=True, eq=False)
@@ -86,11 +87,12 @@ class Meetings:
 
     async def agree(self, link: NodeLink) -> None:
         """Return when a node has heard of all that this one has; raises KvassError."""
-        ids = self.erasing.heard.ids()
-        if not ids:
+        heard = self.erasing.heard
+        ids, said = heard.ids(), (heard.past(), heard.forgotten_at_s)
+        if not ids and not said[0]:
             return
         met = self._met.get(link.node.member_id)
-        if met is not None and met.knows.issuperset(ids):
+        if met is not None and met.said == said and met.knows.issuperset(ids):
             if met.start_id == await link.start_id(deadline_s=MEET_S):
                 return
         await self._meet(link)
@@ -120,7 +122,7 @@ class Meetings:
     def _next(self) -> list[str]:
         """Return whose turn it is; nobody's when there is nothing to tell."""
         others = sorted(self._others or {})
-        if not others or not len(self.erasing.heard):
+        if not others or not (len(self.erasing.heard) or self.erasing.heard.past()):
             return []
         self._turn += 1
         return [others[self._turn % len(others)]]
@@ -135,7 +137,8 @@ class Meetings:
         heard, name = self.erasing.heard, link.node.member_id
         start_id = await link.start_id(deadline_s=MEET_S)
         met, ids = self._met.get(name), heard.ids()
-        is_first = met is None or met.start_id != start_id
+        said = heard.past(), heard.forgotten_at_s
+        is_first = met is None or met.start_id != start_id or met.said != said
         reply = await self._ask(link, Exchange(ids, (), is_first, *self._behind(is_first)))
         if is_first:
             await self._hear_past(reply, name)
@@ -147,7 +150,7 @@ class Meetings:
                 raise Unavailable(f"{name} has not erased what it was told to")
         heard.touch(self.state.now_s())
         knows = {*ids, *(each.id for each in reply.erasures)}
-        self._met[name] = _Met(link.node.address, start_id, knows)
+        self._met[name] = _Met(link.node.address, start_id, knows, said)
 
     async def _ask(self, link: NodeLink, request: Exchange) -> Exchanged:
         return await link.call(request, deadline_s=MEET_S, limit_s=MEET_S)

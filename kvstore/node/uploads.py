@@ -151,14 +151,19 @@ class Uploads:
             return
         bucket.spare(name)
         bucket.reserved_bytes += len(data)
+        bucket.takes_off(name)
         try:
             await bucket.objects.put(name, data)
         except Unavailable as error:
             self.counts["write_faults"] += 1
             self.counts["refused"] += len(entries)
+            bucket.landed(name)
             bucket.forget([name])  # it may be there all the same
             self._stop(error)
         else:
+            if not bucket.landed(name):
+                bucket.forget([name])
+                return
             bucket.shelf.add([Listed(name, len(data), 0.0)], self._state.now_s())
             self.counts["written_bytes"] += len(data)
             self.counts["sunk"] += len(entries)
