@@ -25,6 +25,7 @@ from kvass.common.model.spec import load_spec, tensor_shapes
 from kvass.gateway.app import serve, served_name
 from kvass.gateway.server import bind
 from kvass.launch.broker import run_broker
+from ports import free_port
 from trust import SECRET
 
 pytestmark = [pytest.mark.anyio, pytest.mark.process]  # on ports that were free just now
@@ -61,13 +62,6 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     inner.decoder = decoders.ByteLevel()
     inner.save(str(folder / "tokenizer.json"))
     return folder
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @asynccontextmanager

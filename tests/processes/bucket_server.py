@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -15,16 +14,11 @@ import httpx
 import obstore
 from obstore.store import S3Store
 
+from ports import free_port
+
 START_S = 60.0
 SECRET = "a-secret-that-nobody-shall-see"
 NAME = "kvass-test"
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
 
 
 @dataclass

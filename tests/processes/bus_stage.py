@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -19,6 +18,7 @@ from kvass.common.member import CommandHandler, Member
 from kvass.common.membership import Role
 from kvass.common.rpc.credentials import credentials_of
 from kvass.common.seal import Seal
+from ports import free_port
 
 PROCESS = Path(__file__).parent / "member_process.py"
 SEAL = Seal(credentials_of(config.ClusterConfig()).secret)
@@ -27,9 +27,7 @@ FIELDS: dict[str, str | int] = {"kv_dtype": "fp8", "block_tokens": 16}
 
 def free_broker() -> str:
     """Return an address where a broker may listen."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 def member(

@@ -26,6 +26,8 @@ from typing import Any
 import httpx
 import psutil
 
+from ports import free_port
+
 MODEL = "smollm2-135m-instruct"
 START_S = 180.0  # with the model to be fetched and a machine that does other things
 STOP_S = 25.0  # the grace of every role together, and some
@@ -257,13 +259,6 @@ def _until_ready(running: Cluster) -> None:
         assert running.process.poll() is None, "the cluster ended before it was ready"
         assert time.monotonic() < give_up_s, f"the cluster was not ready within {START_S:g} s"
         time.sleep(POLL_S)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        number: int = probe.getsockname()[1]
-        return number
 
 
 def listening(running: Cluster) -> set[tuple[str, int]]:

@@ -19,8 +19,9 @@ from pathlib import Path
 
 import httpx
 
-from cluster import POLL_S, REQUEST_S, START_S, Cluster, free_port
+from cluster import POLL_S, REQUEST_S, START_S, Cluster
 from kvass.launch.role import READY_MARK
+from ports import free_port
 
 HERE = Path(__file__).parent
 STOP_S = 30.0

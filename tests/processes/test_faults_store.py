@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 import foreign_memory
-from cluster import free_port
 from faulty_peer import (
     LIES,
     Lie,
@@ -30,6 +29,7 @@ from kvass.common.transport.seam import Copies
 from kvass.kvstore import messages as m
 from kvass.kvstore.client.store import StoreClient
 from kvass.kvstore.links import NodeLink
+from ports import free_port
 from store_peer import (
     LAYOUT,
     Process,

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 
 from kvass.common.errors import Invalid, Unavailable
 from kvass.kvstore.client.tensors import TensorStore, open_store
+from ports import free_port
 from store_alone import KVASS, NodeProcess, node
 from store_rest import until
 
@@ -218,9 +218,7 @@ async def gone(store: TensorStore[NDArray[np.float32]]) -> None:
 
 
 async def test_a_dead_node_is_misses_and_a_new_one_is_found() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     arguments = ("--standalone", "--slab-bytes", "8MiB", "--port", port)
     own = {"KVASS_CLUSTER_SECRET": SECRET}
     with node(*arguments, **own) as first:
@@ -273,9 +271,7 @@ async def test_two_nodes_by_address_share_the_chains_and_one_that_dies_costs_its
 
 
 async def test_nodes_are_found_by_their_broker() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        broker = f"127.0.0.1:{probe.getsockname()[1]}"
+    broker = f"127.0.0.1:{free_port()}"
     with pytest.raises(Unavailable, match=f"the broker {broker} cannot be reached"):
         async with open_store(broker=broker, like=LIKE, name="t8", find_s=0.3, secret=SECRET):
             pass
