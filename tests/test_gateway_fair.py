@@ -114,6 +114,36 @@ def test_who_has_most_for_its_weight_makes_room() -> None:
     assert queue.crowded_out("b") is None, "it would have as much"
 
 
+def test_who_wants_more_than_others_have_throws_nobody_out() -> None:
+    queue = FairQueue(WEIGHTS)
+    last = [queue.add("a", 1) for _ in range(3)][-1]
+    assert queue.crowded_out("b", 1) is last
+    assert queue.crowded_out("b", 39) is None
+
+
+@pytest.mark.anyio
+async def test_a_request_wider_than_the_room_waits_for_half_of_it() -> None:
+    admission, room = Admission(), Room(served=8, choices=200)
+    order: list[str] = []
+
+    async def one(name: str, choices: int, ends: anyio.Event) -> None:
+        async with admission.admit(name, choices, lambda: room, wait_s=60.0):
+            order.append(name)
+            await ends.wait()
+
+    long, short = anyio.Event(), anyio.Event()
+    async with anyio.create_task_group() as tasks:
+        for name, choices, ends in (("a", 1, long), ("c", 7, short), ("b", 128, short)):
+            tasks.start_soon(one, name, choices, ends)
+            await until(lambda: admission.choices >= choices)  # noqa: B023 (awaited at once)
+        assert order == ["a", "c"]
+        short.set()
+        await until(lambda: "b" in order)
+        assert not long.is_set(), "it waits for no long answer"
+        long.set()
+    assert admission.served == 0
+
+
 @pytest.mark.anyio
 async def test_admission_counts_waits_refuses_and_leaves_nothing() -> None:
     admission, order = Admission(), list[str]()

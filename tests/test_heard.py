@@ -11,7 +11,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from flash_model import header_of
 from kvass.common.keys import KEY_BYTES
-from kvass.kvstore.erasure import ID_BYTES, KEPT_KEYS_MAX, Criteria, Erasure, joined, split
+from kvass.kvstore.erasure import (
+    ID_BYTES,
+    KEPT_KEYS_MAX,
+    Criteria,
+    Erasure,
+    Exchange,
+    Exchanged,
+    joined,
+    split,
+)  # fmt: skip
 from kvass.kvstore.index.erasures import BAR_S, Erasures
 from kvass.kvstore.index.heard import SLACK_S, Heard, Saved
 
@@ -181,3 +190,21 @@ def test_no_criteria_are_all_blocks() -> None:
     assert all(Criteria()(header_of(number)) for number in range(4))
     red = Criteria(tenant=header_of(0).tenant)
     assert [red(header_of(number)) for number in range(4)] == [True, False, False, True]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{"bars": True}, {"keys": b"x" * (KEY_BYTES + 1)}, {"after": b"x", "writer": "w"}],
+)
+def test_what_cannot_be_carried_out_is_none(message: dict[str, object]) -> None:
+    plain = {"id": id_of(1), "age_s": 0.0, "namespace": None, "tenant": None, "writer": None}
+    fields = {**plain, "keys": None, "bars": False, "after": b"", **message}
+    with pytest.raises(msgspec.ValidationError, match=r"a bar names a writer|a half key"):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(list(fields.values())), type=Erasure)
+
+
+@pytest.mark.parametrize("kind", [Exchange, Exchanged])
+def test_half_ids_are_refused(kind: type[Exchange] | type[Exchanged]) -> None:
+    whole = msgspec.to_builtins(kind(()), builtin_types=(bytes,))
+    with pytest.raises(msgspec.ValidationError, match="a half id"):
+        msgspec.convert({**whole, "past": b"x" * (ID_BYTES + 1)}, type=kind)

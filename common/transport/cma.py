@@ -34,7 +34,7 @@ from kvass.common.transport.seam import (
 )
 
 PEERS_MAX = 1_024  # a pidfd each
-# One core copies at half of what memory gives: the kernel takes hold of each page first.
+# Two cores copy and check 1.3 to 1.6 times as fast as one where both are idle; one does where not.
 THREADS = 2
 # So much is read in the event loop itself, a millisecond with others' turns in between, and a
 # thread beside it: waking two threads and being woken would take a tenth as long again. One read

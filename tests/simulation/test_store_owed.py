@@ -6,9 +6,11 @@ import anyio
 import pytest
 import trio.testing
 
-from kvass.common.errors import Unavailable
+from kvass.common.errors import Invalid, Unavailable
 from kvass.common.keys import Chain
+from kvass.kvstore import messages as m
 from kvass.kvstore.client import erase
+from kvass.kvstore.erasure import new_id
 from kvass.kvstore.flash.memory_disk import MemoryDisk
 from kvass.kvstore.index.erasures import MARK_S
 from kvass.kvstore.node import bucket
@@ -147,3 +149,37 @@ async def had(on: Stage, chains: list[Chain]) -> int:
     for chain in chains:
         count += len(await pull(on.worker, chain, range(AWAY_BLOCKS)))
     return count
+
+
+async def test_the_id_of_one_erasure_is_no_other_ones() -> None:
+    async with stage() as on:
+        node = on.start("store-0", flash=False, blocks=64)
+        alice = chains_of("alice")
+        await on.fill(alice, "alice")
+        (link,) = on.worker.store.router.links()
+        used = new_id()
+        await link.call(m.Drop(tenant="nobody", id=used), deadline_s=5)
+        with pytest.raises(Invalid, match="another erasure's"):
+            await link.call(m.Drop(tenant="alice", id=used), deadline_s=5)
+        await link.call(m.Drop(tenant="nobody", id=used), deadline_s=5)  # asked again
+        await link.call(m.Drop(tenant="alice", id=new_id()), deadline_s=5)
+        assert not node.index.ledger.entries
+
+
+async def test_a_large_drop_that_one_of_two_missed_is_told_to_it() -> None:
+    """They have met before, so nothing is said of what is kept no more."""
+    async with stage() as on:
+        nodes = [on.start(name, flash=False, blocks=256) for name in ("store-0", "store-1")]
+        alice = chains_of("alice")
+        await on.fill(alice, "alice")
+        await on.worker.store.drop(tenant="nobody")
+        await anyio.sleep(20)
+        assert all(node.index.ledger.entries for node in nodes)
+        named: list[bytes] = [key for chain in alice for key in chain.keys]
+        named += [number.to_bytes(32, "big") for number in range(40_000)]
+        link = next(
+            link for link in on.worker.store.router.links() if link.node.member_id == "store-0"
+        )
+        await link.call(m.Drop(keys=tuple(named), id=new_id()), deadline_s=5)
+        await anyio.sleep(120)
+        assert not any(node.index.ledger.entries for node in nodes)
