@@ -3,6 +3,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 export KVASS_PORT ?= 8000
+SOURCES := setup.py $(wildcard common/native/src/*)
+LIBRARY := common/native/libkvass.so
 SEEDS ?= 10000
 # Other ones each time: it prints them, and a failure names its own.
 SEEDS_FROM ?= $(shell date +%s)
@@ -19,19 +21,19 @@ help: ## Show this text
 	@echo "  SEEDS=20000 make soak                                  soaks for longer"
 	@echo "  KVASS_UP_ARGS='--prefill 2 --decode 2 --store 3' make up   adds options of 'kvass up'"
 
-up: $(VENV)/installed ## Install, fetch the model, start a cluster; Ctrl-C stops it
+up: $(VENV)/installed $(LIBRARY) ## Install, fetch the model, start a cluster; Ctrl-C stops it
 	@exec $(BIN)/kvass up --port $(KVASS_PORT) $(KVASS_UP_ARGS)
 
-test: $(VENV)/installed-dev ## Install, then the checks and every test
+test: $(VENV)/installed-dev $(LIBRARY) ## Install, then the checks and every test
 	@infra/check
 	@$(BIN)/pytest -n 2 --dist loadfile -m "not process"
 	@exec $(BIN)/pytest -n 2 --dist loadfile -m process
 
-check: $(VENV)/installed-dev ## Format, lint, types, import contracts, tidiness
+check: $(VENV)/installed-dev $(LIBRARY) ## Format, lint, types, import contracts, tidiness
 	@infra/check
 	@exec $(BIN)/pytest -q tests/test_tidy.py tests/test_packaging.py
 
-soak: $(VENV)/installed-dev ## Thousands of simulated clusters; property tests, with many more examples
+soak: $(VENV)/installed-dev $(LIBRARY) ## Thousands of simulated clusters; property tests, with many more examples
 	@$(BIN)/python tests/simulation/repeat.py $(SEEDS_FROM) --count $(SEEDS)
 	@$(BIN)/pytest -m "not process and not model" --hypothesis-profile=soak
 	@KVASS_FUZZ_S=900 $(BIN)/pytest -s --timeout 0 tests/simulation/test_fuzz_calls.py tests/simulation/test_fuzz_frames.py
@@ -39,7 +41,7 @@ soak: $(VENV)/installed-dev ## Thousands of simulated clusters; property tests, 
 	@KVASS_CHAOS_S=1200 exec $(BIN)/pytest -s tests/processes/test_chaos.py
 
 clean: ## Remove what was installed and built (not the model's cache)
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(LIBRARY) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	rm -rf .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -48,3 +50,7 @@ $(VENV)/installed: constraints.txt pyproject.toml
 
 $(VENV)/installed-dev: constraints.txt pyproject.toml
 	@infra/setup $(VENV) dev
+
+# The install above builds it too; this is for sources that have changed since.
+$(LIBRARY): $(SOURCES)
+	@$(BIN)/python setup.py --quiet build_ext --inplace
