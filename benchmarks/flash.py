@@ -26,7 +26,7 @@ import numpy as np
 
 import rig
 from kvass.common.block import BlockHeader, BlockLayout
-from kvass.kvstore.checksum import sums
+from kvass.common.checksum import sums
 from kvass.kvstore.flash import records, table
 from kvass.kvstore.flash.appender import BUFFER_BYTES
 from kvass.kvstore.flash.appender import DEPTH as WRITES

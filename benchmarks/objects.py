@@ -30,10 +30,10 @@ from obstore.store import S3Store
 
 import rig
 from kvass.common.block import BlockHeader, BlockLayout
+from kvass.common.checksum import sums
 from kvass.common.event_loop import run
 from kvass.common.executor import ThreadExecutor
 from kvass.common.keys import SEGMENT_BLOCKS, Chain, Namespace
-from kvass.kvstore.checksum import sums
 from kvass.kvstore.node.bucket_tier import READS
 from kvass.kvstore.node.uploads import UPLOADS
 from kvass.kvstore.objects import contents

@@ -1,11 +1,12 @@
 """How fast is a store node, beside memcpy, Redis and Mooncake Store on the same machine?
 
 Puts and gets of 64 blocks of 128 KiB, 512 KiB and 2 MiB between two processes, over each transport.
-Ours are what a worker does: lease, transfer, and the checksum of every block in its slot. Memory on
-both sides was touched before, and all of a working set of 512 MiB is used in turn, so that no cache
-helps. Beside them, measured in turn with them: the same copies by one core's `memcpy`; Redis over a
-Unix socket in its better mode; Mooncake Store over TCP (its master and another process that lends
-the memory). Then single blocks, and lookups of 256 keys from four processes at once.
+Ours are what a client does: lease, transfer, and the checksum of every block in its slot; its slots
+are shared pages, as `open_store` has them. Memory on both sides was touched before, and all of a
+working set of 512 MiB is used in turn, so that no cache helps. Beside them, measured in turn with
+them: the same copies by one core's `memcpy`; Redis over a Unix socket in its better mode; Mooncake
+Store over TCP (its master and another process that lends the memory). Then single blocks, and
+lookups of 256 keys from four processes at once.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from kvass.common import event_loop
 from kvass.common.block import BlockLayout
 from kvass.common.config import ClusterConfig
 from kvass.common.keys import Chain
+from kvass.common.pages import shared_pages
 from kvass.common.pool.memory import SlotMemory
 from kvass.common.rpc.credentials import credentials_of
 from kvass.common.transport.route import Setting
@@ -94,7 +96,7 @@ async def ours(
 ) -> tuple[Sample, Sample, list[float]]:
     """Return our rates, memcpy's (as puts and gets alike), and the seconds of single blocks."""
     size = BLOCKS * layout.block_size
-    memory = SlotMemory(layout, rows * BLOCKS)
+    memory = SlotMemory(layout, rows * BLOCKS, shared_pages)
     memory.array[:] = 3
     plain = Memcpy(rows, layout)
     found, copied, names = Sample(), Sample(), chains(rows)
@@ -164,16 +166,16 @@ def moving(quick: bool) -> Iterator[Figure]:
     for name, layout in LAYOUTS.items():
         rows = max(2, working_set // (BLOCKS * layout.block_size))
         peers = dict(peer_samples(layout.block_size, rows, 1))
-        for kind in ("cma", "tcp"):
+        for kind in ("local", "tcp"):
             found, copied, singles = event_loop.run(ours, kind, layout, rows, rounds)
             for verb in VERBS:
                 what, rate = f"{name}, {kind}: {verb}", found.of(verb)
-                if kind == "cma":
+                if kind == "local":
                     yield Figure(
                         what, rate, "GB/s", "memcpy by one core", copied.of(verb),
                         least_ratio=MEMCPY_SHARE[name],
                     )  # fmt: skip
-                if kind == "cma" and peers:
+                if kind == "local" and peers:
                     best = max(peers, key=lambda peer: peers[peer].of(verb))
                     yield Figure(
                         what, rate, "GB/s", f"{best}, the better peer", peers[best].of(verb),
@@ -217,7 +219,7 @@ def run_asker(pipe: Connection, address: str, seconds: float) -> None:
 async def fill_for_lookups(address: str) -> None:
     layout = LAYOUTS["128 KiB"]
     memory = SlotMemory(layout, LOOKUP_KEYS)
-    async with a_client("cma", address, memory, layout) as store:
+    async with a_client("local", address, memory, layout) as store:
         everything = range(LOOKUP_KEYS)
         result = await store.push(
             chains(1, LOOKUP_KEYS)[0], everything, everything,
@@ -229,7 +231,10 @@ async def fill_for_lookups(address: str) -> None:
 def lookups(seconds: float) -> Iterator[Figure]:
     """Yield what four processes get out of one node at once."""
     context = multiprocessing.get_context("spawn")
-    with process(run_node, config_of("cma", 256 << 20)) as address, contextlib.ExitStack() as stack:
+    with (
+        process(run_node, config_of("local", 256 << 20)) as address,
+        contextlib.ExitStack() as stack,
+    ):
         event_loop.run(fill_for_lookups, address)
         pipes = []
         for _ in range(LOOKUP_CLIENTS):

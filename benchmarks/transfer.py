@@ -3,7 +3,7 @@
 A node and this process exchange blocks of the default model in fp8. A get is what a worker's pull
 is: lease, transfer, checksum of every block in its slot. Both sides' memory is touched before, and
 no get uses bytes that a cache may still have: they come from, and go to, all of a working set of
-512 MiB in turn. The references are measured in turn with the gets: over cross-memory attach, the
+512 MiB in turn. The references are measured in turn with the gets: on the same host, the
 same 64 copies by one core's `memcpy` within this process; over TCP, as many bytes sent by one
 process into a plain loopback socket and received by this one, into the same slots. Beside each get
 stand its parts: the call (for a lease, or for a write into the lent buffer, which it contains),
@@ -32,16 +32,17 @@ import numpy as np
 import rig
 from kvass.common import event_loop
 from kvass.common.block import BlockLayout
+from kvass.common.checksum import Sums
 from kvass.common.config import ClusterConfig, Config, StoreConfig, TransportConfig
 from kvass.common.keys import Chain, Namespace
 from kvass.common.pool.memory import SlotMemory
 from kvass.common.rpc.credentials import credentials_of
 from kvass.common.rpc.hello import Hello
-from kvass.common.transport.cma import CmaTransport
 from kvass.common.transport.identity import own_identity
-from kvass.common.transport.peer_process import PeerProcess, Vectors
+from kvass.common.transport.local import LocalTransport
+from kvass.common.transport.peer_process import PeerProcess
 from kvass.common.transport.route import Setting
-from kvass.common.transport.seam import Copies, Region
+from kvass.common.transport.seam import Copies
 from kvass.kvstore.client import pulls
 from kvass.kvstore.client.store import StoreClient, open_client
 from kvass.kvstore.links import NodeLink
@@ -94,10 +95,10 @@ def run_node(pipe: Connection, config: Config) -> None:
 
 
 def run_holder(pipe: Connection, rows: int) -> None:
-    """Memory that can be read by cross-memory attach, and nothing else."""
+    """Private memory, to be read by cross-memory attach, and nothing else."""
     memory = SlotMemory(LAYOUT, rows * BLOCKS)
     memory.array[:] = 7
-    transport = CmaTransport(own_identity(), [Region(memory.address, memory.size)])
+    transport = LocalTransport(own_identity(), [memory.region])
     pipe.send((memory.address, transport.card()))
     time.sleep(1e6)
 
@@ -152,7 +153,7 @@ class Memcpy:
 
 
 def alone_s(rows: int, rounds: int) -> list[float]:
-    """Return the seconds of reads by the system call alone: no lease, no checksum, one thread."""
+    """Return the seconds of reads of private memory by one thread: no lease, no event loop."""
     target = SlotMemory(LAYOUT, rows * BLOCKS)
     target.array[:] = 1
     times_s = []
@@ -164,9 +165,9 @@ def alone_s(rows: int, rounds: int) -> list[float]:
             remote = [address + slot * LAYOUT.block_size for slot in slots]
             sizes = [LAYOUT.block_size] * BLOCKS
             ranges = (np.array(values, dtype=np.uint64) for values in (local, remote, sizes))
-            vectors = Vectors(Copies(*ranges))
+            reading = peer.reading(Copies(*ranges), Sums.of(BLOCKS, LAYOUT.head_groups))
             started_s = time.perf_counter()
-            peer.read(vectors, 0, BLOCKS)
+            peer.read(reading, 0, BLOCKS)
             times_s.append(time.perf_counter() - started_s)
         peer.close()
     return times_s
@@ -221,7 +222,7 @@ async def filled_store(
 @contextlib.contextmanager
 def parts_noted(into: dict[str, list[float]]) -> Iterator[None]:
     """Note how long each call to the node and each handling of bytes takes."""
-    call, read, copy = NodeLink.call, CmaTransport.read, pulls._Batch._copy
+    call, read, copy = NodeLink.call, LocalTransport.read, pulls._Batch._copy
 
     @contextlib.contextmanager
     def noted(name: str) -> Iterator[None]:
@@ -243,7 +244,7 @@ def parts_noted(into: dict[str, list[float]]) -> Iterator[None]:
 
     with (
         mock.patch.object(NodeLink, "call", noted_call),
-        mock.patch.object(CmaTransport, "read", noted_read),
+        mock.patch.object(LocalTransport, "read", noted_read),
         mock.patch.object(pulls._Batch, "_copy", noted_copy),
     ):
         yield
@@ -299,15 +300,15 @@ def figures(rows: int, rounds: int) -> list[Figure]:
     def rate(times_s: list[float]) -> float:
         return size / statistics.median(times_s) / 1e9
 
-    gets, copies, parts = event_loop.run(measure, "cma", rows, rounds, Memcpy(rows).copy_s)
+    gets, copies, parts = event_loop.run(measure, "local", rows, rounds, Memcpy(rows).copy_s)
     made = [
         Figure(
-            "get over cross-memory attach", rate(gets), "GB/s", "memcpy by one core",
+            "get on the same host", rate(gets), "GB/s", "memcpy by one core",
             rate(copies), least_ratio=0.45,
         ),
         Figure(
-            "of it, the system call alone", rate(alone_s(rows, rounds)), "GB/s",
-            "memcpy by one core", rate(copies),
+            "by cross-memory attach alone, out of private memory",
+            rate(alone_s(rows, rounds)), "GB/s", "memcpy by one core", rate(copies),
         ),
         *part_figures(gets, parts, "GetBegin", "lease", "read and check"),
     ]  # fmt: skip

@@ -79,8 +79,8 @@ class ClusterConfig:
 class TransportConfig:
     """How this process moves blocks."""
 
-    # auto: cross-memory attach on the same host where the kernel allows it, else TCP
-    kind: Literal["auto", "cma", "tcp"] = "auto"
+    # auto: reads of the other's memory on one host where the kernel allows it, else TCP
+    kind: Literal["auto", "local", "tcp"] = "auto"
     interface: str = "lo"  # the one interface that UCX's data ports are bound to
     landing_bytes: Size = 64 << 20  # memory that peers may write into over TCP
 

@@ -98,11 +98,13 @@ class Router:
         for index in sorted(indices):
             segment = chain.segment_key(index)
             if segment not in chosen:
-                chosen[segment] = self.first(segment, tried, writing=writing)
+                link = chosen[segment] = self.first(segment, tried, writing=writing)
+                if link is not None:
+                    plan.setdefault(link, [])
             link = chosen[segment]
             if link is not None:
-                tried.add((segment, link.node.member_id))
-                plan.setdefault(link, []).append(index)
+                plan[link].append(index)
+        tried |= {(segment, link.node.member_id) for segment, link in chosen.items() if link}
         return plan
 
     def first(self, segment: bytes, tried: Tried, *, writing: bool = False) -> NodeLink | None:
@@ -147,7 +149,8 @@ class Router:
                 self._counts["unanswered"] += len(indices)
 
         for _ in range(self._readable.copies + NODES_BEYOND):
-            plan = self.plan(chain, wanted - settled, tried, writing=writing)
+            left = wanted - settled
+            plan = self.plan(chain, left, tried, writing=writing) if left else {}
             if not plan or self._now_s() >= ends_s:
                 break
             await _together(one, plan)

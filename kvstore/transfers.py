@@ -19,17 +19,17 @@ import anyio.lowlevel
 import numpy as np
 from numpy.typing import NDArray
 
+from kvass.common.checksum import sum_ranges
 from kvass.common.errors import KvassError
 from kvass.common.executor import Executor
 from kvass.common.transport.endpoints import Endpoints
-from kvass.common.transport.seam import Loan
+from kvass.common.transport.seam import Loan, Region
 from kvass.kvstore import messages as m
-from kvass.kvstore.checksum import sums
 
 T = TypeVar("T")
 
-LOOP_BYTES = 16 << 20  # hashed in the event loop: less than a millisecond
-TURN_BYTES = 2 << 20
+HASH_BYTES = 64 << 20  # hashed in the event loop, two milliseconds with turns in between
+TURN_BYTES = 8 << 20
 # One call's bytes over TCP: some milliseconds, and a landing memory of the default size holds four.
 TCP_BATCH_BYTES = 16 << 20
 LANDING_SHARE = 4  # no batch takes more than this part of the landing memory
@@ -63,6 +63,13 @@ class BlockMemory(Protocol):
     def array(self) -> Slots: ...
 
     def address_of(self, slot: int) -> int: ...
+
+
+class OwnMemory(BlockMemory, Protocol):
+    """Memory to be registered with transports."""
+
+    @property
+    def region(self) -> Region: ...
 
 
 class BlockShape(Protocol):
@@ -134,13 +141,13 @@ class Transfers:
 
     def sums(self, slots: Sequence[int]) -> list[tuple[int, ...]]:
         """Return the checksums of each slot's share. Blocking: run it in the executor."""
-        array, count = self.memory.array, len(self.groups)
-        return [sums(array[slot], self.start, self.group_size, count) for slot in slots]
+        values = sum_ranges(self.places(slots), self.group_size, len(self.groups))
+        return list(map(tuple, values.tolist()))
 
     async def hashed(self, slots: Sequence[int]) -> list[tuple[int, ...]]:
         """Return the checksums of each slot's share: few bytes are hashed in the event loop, which
         has its turn in between, since waking a thread would take as long."""
-        if len(slots) * self.share > LOOP_BYTES:
+        if len(slots) * self.share > HASH_BYTES:
             return await self.executor.run(lambda: self.sums(slots))
         found, count = [], max(1, TURN_BYTES // self.share)
         for first in range(0, len(slots), count):

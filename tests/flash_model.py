@@ -12,7 +12,7 @@ from functools import cache, partial
 from typing import Any
 
 from kvass.common.block import BlockHeader
-from kvass.kvstore.checksum import sums
+from kvass.common.checksum import sums
 from kvass.kvstore.flash.appender import InlineFutures
 from kvass.kvstore.flash.disk import PAGE, Disk, page_memory
 from kvass.kvstore.flash.log import FlashLog, LogSettings

@@ -16,7 +16,8 @@ from kvass.common.kernels.rotation import hadamard, multiply_rows
 from kvass.common.kernels.row_counts import find_alignment, padded_rows
 from kvass.common.kernels.seam import PagedKv
 from kvass.common.kernels.torch_paged import Step, TorchPagedKv
-from kvass.common.pool.memory import HUGE_PAGE, SlotMemory
+from kvass.common.pages import HUGE_PAGE
+from kvass.common.pool.memory import SlotMemory
 
 SLOTS = 160
 

@@ -75,10 +75,10 @@ def test_the_way_to_a_peer() -> None:
     assert choose("auto", same_host=True, refused=True) == "write"
     assert choose("auto", same_host=False, refused=False) == "write"
     assert choose("tcp", same_host=True, refused=False) == "write"
-    assert choose("cma", same_host=True, refused=False) == "read"
+    assert choose("local", same_host=True, refused=False) == "read"
     for same_host, refused in ((True, True), (False, False)):
         with pytest.raises(Unavailable, match=r"transport\.kind"):
-            choose("cma", same_host=same_host, refused=refused)
+            choose("local", same_host=same_host, refused=refused)
 
 
 class Loans(RuleBasedStateMachine):

@@ -1,7 +1,7 @@
 """All transports of one process, and which one reaches whom.
 
-    same host, cross-memory attach allowed:  `reader.read` out of the peer's memory
-    else:                                    lend from `landing`, the peer does `writer.write`
+    same host, the kernel allows it:  `reader.read` out of the peer's memory
+    else:                             lend from `landing`, the peer does `writer.write`
 
 Only this module decides that; its users hold an `Endpoints` and never name a library. The
 simulation makes the same object (memory.py).
@@ -61,4 +61,4 @@ class Endpoints:
         if len(self._refused) >= REFUSALS_MAX:
             del self._refused[next(iter(self._refused))]
         self._refused[start_id] = reason
-        _log.warning("transport: no cross-memory attach, TCP instead: %s", reason)
+        _log.warning("transport: its memory cannot be read, TCP instead: %s", reason)

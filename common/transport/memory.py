@@ -20,6 +20,7 @@ import anyio.abc
 import anyio.lowlevel
 import numpy as np
 
+from kvass.common.checksum import Sums, sum_ranges
 from kvass.common.errors import DeadlineExceeded, Invalid, TransferFailed, Unavailable
 from kvass.common.transport.copies import check, within
 from kvass.common.transport.endpoints import Endpoints
@@ -30,7 +31,6 @@ from kvass.common.transport.seam import (
     AttachRefused,
     Copies,
     EndpointCard,
-    InPlace,
     Region,
     TransportKind,
 )
@@ -232,7 +232,7 @@ class MemoryReader:
         copies: Copies,
         *,
         deadline_s: float,
-        in_place: InPlace | None = None,
+        sums: Sums | None = None,
     ) -> None:
         """Copy from an attached peer into own memory."""
         check(copies, self._regions)
@@ -245,8 +245,11 @@ class MemoryReader:
         with anyio.move_on_after(deadline_s):
             await move.run(self._fabric.fault(attempt))
             self._fabric.member(start_id)
-            if in_place is not None:
-                in_place(0, len(copies.sizes))
+            if sums is not None and len(copies.sizes):
+                sums.values[:] = sum_ranges(
+                    copies.local.tolist(), int(copies.sizes[0]) // sums.groups, sums.groups
+                )
+                sums.whole[:] = True
             return
         raise DeadlineExceeded("the transfer did not end before its deadline")
 
@@ -285,7 +288,7 @@ class MemoryWriter:
         copies: Copies,
         *,
         deadline_s: float,
-        in_place: InPlace | None = None,
+        sums: Sums | None = None,
     ) -> None:
         """Refuse, as TCP does."""
         raise Invalid("TCP only writes; lend a landing buffer and ask the holder to write")

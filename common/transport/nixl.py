@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from kvass.common.config import TransportConfig
 from kvass.common.errors import Invalid
-from kvass.common.transport.cma import CmaTransport
 from kvass.common.transport.endpoints import Endpoints
 from kvass.common.transport.identity import Identity
 from kvass.common.transport.landing import TcpLanding
+from kvass.common.transport.local import LocalTransport
 from kvass.common.transport.mover import Mover
 from kvass.common.transport.seam import Region
 from kvass.common.transport.tcp import TcpTransport
@@ -26,7 +26,7 @@ async def open_endpoints(
     Raises Invalid when this host does not have the interface.
     """
     check_interface(config.interface)
-    reader = None if config.kind == "tcp" else CmaTransport(identity, regions)
+    reader = None if config.kind == "tcp" else LocalTransport(identity, regions)
     mover = Mover()
     writer = TcpTransport(mover, identity, regions, interface=config.interface)
     landing = TcpLanding(mover, identity, config.landing_bytes, interface=config.interface)

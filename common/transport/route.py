@@ -1,7 +1,7 @@
 """Which way bytes go between two processes. Pure.
 
-`read`: the reader copies out of its peer by cross-memory attach. `write`: the holder writes into a
-landing buffer over TCP. Whether the kernel really allows cross-memory attach shows at `attach`.
+`read`: the reader copies out of its peer's memory, on one host. `write`: the holder writes into a
+landing buffer over TCP. Whether the kernel really allows the first shows at `attach`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Literal
 from kvass.common.errors import Unavailable
 
 Way = Literal["read", "write"]
-Setting = Literal["auto", "cma", "tcp"]
+Setting = Literal["auto", "local", "tcp"]
 
 
 def choose(setting: Setting, *, same_host: bool, refused: bool) -> Way:
@@ -23,7 +23,7 @@ def choose(setting: Setting, *, same_host: bool, refused: bool) -> Way:
         return "write"
     if same_host and not refused:
         return "read"
-    if setting == "cma":
+    if setting == "local":
         why = "the kernel refuses it" if same_host else "the peer is on another host"
-        raise Unavailable(f"transport.kind is 'cma', but {why}; set it to 'auto' or 'tcp'")
+        raise Unavailable(f"transport.kind is 'local', but {why}; set it to 'auto' or 'tcp'")
     return "write"

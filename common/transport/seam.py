@@ -7,7 +7,8 @@ buffer*. So a transport has two verbs, and callers never write into anything but
     TCP         `write`  the holder copies its own memory into a landing buffer that the peer lent
 
 A transport refuses to know about blocks, keys and leases. Every wait has a deadline; after an error
-the bytes at the destination mean nothing. Checksums are the caller's.
+the bytes at the destination mean nothing. It sums what it copies; what the sums should be is the
+caller's.
 
 Cancellation: `read` and `write` return, also when cancelled, only after their transfer has ended as
 this side sees it (bounded by one slice of a read; a write's agent is torn down). So memory handed
@@ -16,7 +17,6 @@ to them may be reused as soon as they have returned or raised.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal, Protocol
 
@@ -25,10 +25,11 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
+from kvass.common.checksum import Sums
 from kvass.common.errors import Unavailable
 
 METADATA_BYTES_MAX = 1 << 20  # an NIXL agent's, of one region and one interface, is under 2 KB
-TransportKind = Literal["cma", "tcp", "memory"]
+TransportKind = Literal["local", "tcp", "memory"]
 
 
 class AttachRefused(Unavailable):
@@ -63,13 +64,13 @@ class Copies:
 @dataclass(frozen=True, slots=True)
 class Region:
     """Memory that takes part in transfers. The owner keeps it mapped until the transport is
-    closed."""
+    closed. `file` is the descriptor of the memory file that it is a mapping of, from `offset` on;
+    -1 of private memory."""
 
     address: int
     size: int
-
-
-InPlace = Callable[[int, int], None]
+    file: int = -1
+    offset: int = 0
 
 
 class Transport(Protocol):
@@ -93,16 +94,15 @@ class Transport(Protocol):
         copies: Copies,
         *,
         deadline_s: float,
-        in_place: InPlace | None = None,
+        sums: Sums | None = None,
     ) -> None:
         """Copy remote ranges into own registered memory; returns when all bytes are in place.
 
-        `in_place(first, stop)` is called, in whatever thread copies and before this returns or
-        raises, when the ranges [first, stop) of `copies` are whole, once for each: bytes are
-        checked fastest while the cache has them. It must be short and must not raise.
-        `deadline_s` is seconds from now. Raises TransferFailed, DeadlineExceeded, Unavailable when
-        the peer is not attached or its process is gone, Invalid for ranges outside registered
-        memory.
+        `sums` (of as many ranges, which then have one size) takes the checksum of each range as it
+        is in its place: bytes are summed fastest while they are copied. After an error it has those
+        of the ranges that are whole. `deadline_s` is seconds from now. Raises TransferFailed,
+        DeadlineExceeded, Unavailable when the peer is not attached or its process is gone, Invalid
+        for ranges outside registered memory.
         """
         ...
 

@@ -13,12 +13,13 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvass.common.checksum import Sums
 from kvass.common.errors import Invalid, KvassError, Overloaded, TransferFailed, Unavailable
 from kvass.common.transport.copies import check, slices
 from kvass.common.transport.identity import Identity
 from kvass.common.transport.mover import Mover, Progress
 from kvass.common.transport.nixl_agent import Agent, tcp_environment
-from kvass.common.transport.seam import Copies, EndpointCard, InPlace, Region, TransportKind
+from kvass.common.transport.seam import Copies, EndpointCard, Region, TransportKind
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class TcpTransport:
         copies: Copies,
         *,
         deadline_s: float,
-        in_place: InPlace | None = None,
+        sums: Sums | None = None,
     ) -> None:
         """Refuse: an emulated read hangs with its target and lands bytes after it was given up."""
         raise Invalid("TCP only writes; lend a landing buffer and ask the holder to write")

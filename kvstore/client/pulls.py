@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 import anyio
 import numpy as np
 
+from kvass.common.checksum import Sums, copy_ranges, rows
 from kvass.common.errors import KvassError
 from kvass.common.keys import ranges_of
 from kvass.common.transport.seam import Copies, Loan
 from kvass.kvstore import messages as m
-from kvass.kvstore.checksum import rows
 from kvass.kvstore.links import CLEAN_UP_S, NodeLink
 from kvass.kvstore.transfers import TRANSFER_S, Transfers, borrow, parts
 
@@ -158,7 +158,7 @@ class _Batch:
         sources: Sequence[int],
         announced: Mapping[int, tuple[int, ...]],
     ) -> None:
-        """Read a part; each block is hashed in its slot as soon as it is there."""
+        """Read a part; each block is summed as it comes into its slot."""
         transfers = self.transfers
         assert transfers.endpoints.reader is not None
         slots = [self.slots[index] for index in part]
@@ -167,16 +167,13 @@ class _Batch:
             remote=np.array(sources, dtype=np.uint64),
             sizes=np.full(len(part), transfers.share, dtype=np.uint64),
         )
-        found: dict[int, tuple[int, ...]] = {}
-
-        def in_place(first: int, stop: int) -> None:
-            found.update(zip(part[first:stop], transfers.sums(slots[first:stop]), strict=True))
-
+        sums = Sums.of(len(part), len(transfers.groups))
         try:
             await transfers.endpoints.reader.read(
-                start_id, copies, deadline_s=self._left_s(), in_place=in_place
+                start_id, copies, deadline_s=self._left_s(), sums=sums
             )
         finally:  # what came before a fault is there
+            found = {part[place]: each for place, each in sums.found().items()}
             self._judge(found, announced)
 
     def _judge(
@@ -231,15 +228,20 @@ class _Batch:
             await self.link.tell(m.GetEnd(lease_id=places.lease_id, corrupt=suspects))
 
     def _copy(self, loan: Loan, slots: Sequence[int]) -> list[tuple[int, ...]]:
-        """Copy what has landed into its slots, and hash each block there while the cache has it:
-        late bytes may still change the loan, never a slot."""
-        landed, found = loan.view(), []
-        start, share = self.transfers.start, self.transfers.share
-        for i, slot in enumerate(slots):
-            block = np.frombuffer(landed, dtype=np.uint8, count=share, offset=i * share)
-            self.transfers.memory.array[slot][start : start + share] = block
-            found += self.transfers.sums([slot])
-        return found
+        """Copy what has landed into its slots, and sum in the same pass what is put there: late
+        bytes may still change the loan, never a slot."""
+        landed = np.frombuffer(loan.view(), dtype=np.uint8).ctypes.data
+        transfers, count = self.transfers, len(slots)
+        sums = Sums.of(count, len(transfers.groups))
+        copy_ranges(
+            np.array(transfers.places(slots), dtype=np.uint64),
+            landed + np.arange(count, dtype=np.uint64) * np.uint64(transfers.share),
+            transfers.share,
+            sums,
+            0,
+            count,
+        )
+        return list(sums.found().values())
 
 
 @asynccontextmanager

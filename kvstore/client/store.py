@@ -31,7 +31,6 @@ from kvass.common.rpc.credentials import Credentials
 from kvass.common.rpc.dial import Dialer
 from kvass.common.rpc.hello import Hello
 from kvass.common.transport.identity import Identity
-from kvass.common.transport.seam import Region
 from kvass.common.wire import Range, Tags
 from kvass.kvstore import links
 from kvass.kvstore import messages as m
@@ -44,7 +43,7 @@ from kvass.kvstore.links import NodeLink
 from kvass.kvstore.placement import StoreNode
 from kvass.kvstore.results import ClaimResult, PushResult, WaitResult
 from kvass.kvstore.router import Router
-from kvass.kvstore.transfers import BlockMemory, BlockShape, Transfers
+from kvass.kvstore.transfers import BlockShape, OwnMemory, Transfers
 
 COPY_THREADS = 2  # one part is hashed while the next one is copied out of its landing buffer
 WAIT_SLICE_S = 2.0  # how long one node is asked to wait before it must show that it lives
@@ -357,7 +356,7 @@ async def open_client(
     hello: Hello,
     credentials: Credentials,
     *,
-    memory: BlockMemory | None = None,
+    memory: OwnMemory | None = None,
     layout: BlockShape | None = None,
     groups: range | None = None,
     metrics: BlockMetrics | None = None,
@@ -374,7 +373,7 @@ async def open_client(
         if memory is not None:
             assert layout is not None
             identity = Identity(hello.host_id, hello.start_id, hello.pid)
-            region = Region(memory.address, memory.size)
+            region = memory.region
             # Late, because it loads NIXL, which takes 0.2 s and which a gateway never needs.
             from kvass.common.transport.nixl import open_endpoints
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Generic
 
@@ -35,11 +35,13 @@ from kvass.common.clock import LoopClock
 from kvass.common.config import ClusterConfig, Config
 from kvass.common.errors import Invalid, Unavailable
 from kvass.common.keys import Chain, Namespace, namespace_of, salt_of
+from kvass.common.pages import shared_pages
 from kvass.common.rpc.credentials import Credentials, credentials_of
 from kvass.common.rpc.dial import Dialer
 from kvass.common.rpc.hello import Hello
 from kvass.common.secret import Secret
 from kvass.common.transport.identity import own_identity
+from kvass.common.transport.seam import Region
 from kvass.common.wire import KEYS_MAX, Range, Tags
 from kvass.kvstore import messages as m
 from kvass.kvstore.client.forms import Array, Form, form_of
@@ -60,21 +62,33 @@ Move = Callable[[Sequence[int], list[int], float], Awaitable[None]]
 
 class SlotPool:
     """This process's slots, taken in turns. Mutable fields: `_free`, `_came` (set when a slot is
-    given back)."""
+    given back), `array` until `close`."""
 
     def __init__(self, block_size: int, slots: int) -> None:
         if slots < 1:
             raise Invalid(f"a store needs at least one slot, got {slots}")
-        self.array = np.empty((slots, block_size), dtype=np.uint8)  # pages come when touched
-        self.address = int(self.array.ctypes.data)
+        # Nobody computes here: nodes on this host read what is put fastest from shared pages.
+        self._pages = shared_pages(slots * block_size)
+        self.array = np.frombuffer(self._pages.view, dtype=np.uint8).reshape(slots, block_size)
+        self.address = self._pages.address
         self.size = self.array.nbytes
         self._free = list(range(slots))
         self._turn = anyio.Lock()
         self._came = anyio.Event()
 
+    @property
+    def region(self) -> Region:
+        """Return what transports register."""
+        return self._pages.region
+
     def address_of(self, slot: int) -> int:
         """Return the absolute address of a slot's first byte."""
         return self.address + slot * self.array.shape[1]
+
+    def close(self) -> None:
+        """Give the pages back, when no transfer is in flight any more."""
+        self.array = self.array[:0].copy()
+        self._pages.close()
 
     @asynccontextmanager
     async def some(self, most: int, *, wait_s: float) -> AsyncIterator[list[int]]:
@@ -289,7 +303,6 @@ async def open_store(
     Raises Invalid for what is wrong with these, Unavailable when no node answers within `find_s`.
     """
     form = form_of(like)
-    pool = SlotPool(form.size_bytes, slots)
     if not 1 <= block_tokens <= TOKENS_MAX:
         raise Invalid(f"block_tokens is {block_tokens}; expected 1 to {TOKENS_MAX}")
     cluster = replace(config.cluster, broker=broker or config.cluster.broker)
@@ -298,11 +311,16 @@ async def open_store(
         credentials = Credentials(Secret(secret, "open_store"), credentials.tls)
     hello = _hello()
     shape = PlainShape(form.size_bytes)
+    pool = SlotPool(form.size_bytes, slots)
     namespace = namespace_of({"tensors": name, "block_tokens": block_tokens, **form.identity()})
-    async with (
-        open_client(config.transport, hello, credentials, memory=pool, layout=shape) as client,
-        _known(client, list(addresses), cluster, credentials, hello, find_s),
-    ):
+    async with AsyncExitStack() as stack:
+        stack.callback(pool.close)
+        client = await stack.enter_async_context(
+            open_client(config.transport, hello, credentials, memory=pool, layout=shape)
+        )
+        await stack.enter_async_context(
+            _known(client, list(addresses), cluster, credentials, hello, find_s)
+        )
         yield TensorStore(client, form, pool, namespace, block_tokens=block_tokens, tenant=tenant)
 
 

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvass.common.block import BlockHeader
+from kvass.common.checksum import sums
 from kvass.common.errors import Unavailable
-from kvass.kvstore.checksum import sums
 from kvass.kvstore.flash import records, table
 from kvass.kvstore.flash.disk import PAGE
 from kvass.kvstore.flash.segment import Segment

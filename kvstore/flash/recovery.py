@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvass.common.block import BlockHeader
-from kvass.kvstore.checksum import sums
+from kvass.common.checksum import sums
 from kvass.kvstore.flash import records
 from kvass.kvstore.flash.disk import PAGE, Disk, page_memory
 from kvass.kvstore.flash.records import DropOrder, FileIndex, Record

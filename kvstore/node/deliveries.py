@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import anyio
 import numpy as np
 
+from kvass.common.checksum import Sums, copy_ranges, sums
 from kvass.common.errors import Invalid
 from kvass.common.executor import Executor
 from kvass.common.transport.endpoints import Endpoints
 from kvass.common.transport.seam import Copies, Loan
-from kvass.kvstore.checksum import sums
 from kvass.kvstore.index.leases import Lease
 from kvass.kvstore.index.ledger import Entry
 from kvass.kvstore.index.puts import Move
@@ -50,14 +50,14 @@ class Deliveries:
         session: str,
         moves: Sequence[Move],
         addresses: Sequence[int],
-        found: dict[int, tuple[int, ...]],
+        found: Sums,
         *,
         deadline_s: float,
     ) -> None:
-        """Copy a same-host writer's bytes into the slots of `moves`.
+        """Copy a same-host writer's bytes into the slots of `moves`, which have one size.
 
-        Adds the checksums of what is in each slot to `found`, by place in `moves`: of all slots
-        when this returns, of those that are whole when it raises.
+        `found` takes the checksums of what is in each slot: of all when this returns, of those that
+        are whole when it raises.
         """
         assert self._endpoints.reader is not None
         base = self._slab.address
@@ -67,10 +67,7 @@ class Deliveries:
             sizes=np.array([move.size for move in moves], dtype=np.uint64),
         )
 
-        def in_place(first: int, stop: int) -> None:
-            found.update((place, self._sums(moves[place])) for place in range(first, stop))
-
-        await self._endpoints.reader.read(session, copies, deadline_s=deadline_s, in_place=in_place)
+        await self._endpoints.reader.read(session, copies, deadline_s=deadline_s, sums=found)
 
     async def take(
         self, lent: Lent, moves: Sequence[Move], *, deadline_s: float
@@ -89,17 +86,22 @@ class Deliveries:
             loan.settle()
 
     def _copy(self, lent: Lent, moves: Sequence[Move]) -> list[tuple[int, ...]]:
-        arrived, found = lent.loan.view(), []
-        for move in moves:
-            offset = lent.offsets[move.entry.header.key]
-            target = slice(move.offset, move.offset + move.size)
-            self._slab.view[target] = arrived[offset : offset + move.size]
-            found.append(self._sums(move))
-        return found
-
-    def _sums(self, move: Move) -> tuple[int, ...]:
-        """Return the checksums of what is in a slot now, one a head group."""
-        return sums(self._slab.view, move.offset, move.entry.group_size, len(move.groups))
+        """Copy and sum in one pass: what is summed is what was put into the slot."""
+        if not moves:
+            return []
+        landed = np.frombuffer(lent.loan.view(), dtype=np.uint8).ctypes.data
+        offsets = [lent.offsets[move.entry.header.key] for move in moves]
+        targets = [self._slab.address + move.offset for move in moves]
+        found = Sums.of(len(moves), len(moves[0].groups))
+        copy_ranges(
+            np.array(targets, dtype=np.uint64),
+            np.array(offsets, dtype=np.uint64) + np.uint64(landed),
+            moves[0].size,
+            found,
+            0,
+            len(moves),
+        )
+        return list(found.found().values())
 
     async def is_right(self, entry: Entry) -> bool:
         """Check a visible block against its header; the caller holds a lease on it."""

@@ -15,12 +15,12 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from kvass.common.block import BlockHeader
+from kvass.common.checksum import Sums, rows
 from kvass.common.errors import Invalid, KvassError, Unavailable
 from kvass.common.rpc.server import Call, Handler
 from kvass.common.transport.route import Way
 from kvass.common.wire import Done, Message
 from kvass.kvstore import messages as m
-from kvass.kvstore.checksum import rows
 from kvass.kvstore.index.puts import Move, PutOrder
 from kvass.kvstore.node.arrivals import Arrival, Arrivals
 from kvass.kvstore.node.deliveries import Lent
@@ -217,7 +217,7 @@ class PutCalls:
     async def _read_parts(self, arrival: Arrival, addresses: Mapping[bytes, int]) -> None:
         keys = list(arrival.moves)
         for part in parts(keys, arrival.moves[keys[0]].size) if keys else ():
-            found: dict[int, tuple[int, ...]] = {}
+            found = Sums.of(len(part), len(arrival.moves[part[0]].groups))
             try:
                 await self._state.deliveries.read(
                     arrival.session,
@@ -227,7 +227,7 @@ class PutCalls:
                     deadline_s=max(arrival.ends_s - self._state.now_s(), 1e-3),
                 )
             finally:  # what came before a fault is there
-                arrival.found.update((part[place], sums) for place, sums in found.items())
+                arrival.found.update((part[place], sums) for place, sums in found.found().items())
 
     async def _commit(self, call: Call) -> m.PutStored:
         request = request_of(call, m.PutCommit)

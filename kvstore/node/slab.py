@@ -4,43 +4,35 @@ matter."""
 from __future__ import annotations
 
 import ctypes
-import mmap
 from pathlib import Path
 
 from kvass.common.errors import Invalid
+from kvass.common.pages import shared_pages
 from kvass.common.transport.seam import Region
 
-HUGE_PAGE = 2 << 20
 # Of the memory that the host can give now; the rest is for the processes beside and the page cache.
 HOST_SHARE = 0.9
 
 
 class Slab:
-    """Anonymous memory, on 2 MiB pages where the host gives them. `close` it after its
-    transports."""
+    """Memory that peers on this host may map to read it. `close` it after its transports."""
 
     def __init__(self, size_bytes: int) -> None:
         _check_host(size_bytes)
-        # One huge page more, so that the used part can start on a boundary of one.
         try:
-            self._memory = mmap.mmap(
-                -1, size_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            )
+            self._pages = shared_pages(size_bytes)
         except OSError as error:
             raise Invalid(
                 f"store.slab_bytes is {size_bytes}: the host refuses it: {error}"
             ) from None
-        self._memory.madvise(mmap.MADV_HUGEPAGE)
-        start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        skip = -start % HUGE_PAGE
-        self.address = start + skip
+        self.address = self._pages.address
         self.size = size_bytes
-        self.view = memoryview(self._memory)[skip : skip + size_bytes]
+        self.view = self._pages.view
 
     @property
     def region(self) -> Region:
         """Return what transports register."""
-        return Region(self.address, self.size)
+        return self._pages.region
 
     def copy(self, source: int, target: int, size: int) -> None:
         """Copy bytes from one offset to another; the two may overlap."""
@@ -48,8 +40,7 @@ class Slab:
 
     def close(self) -> None:
         """Give the memory back."""
-        self.view.release()
-        self._memory.close()
+        self._pages.close()
 
 
 def _check_host(size_bytes: int) -> None:

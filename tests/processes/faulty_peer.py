@@ -23,15 +23,16 @@ import anyio
 import numpy as np
 
 from kvass.common import event_loop
+from kvass.common.checksum import Sums, sum_ranges
 from kvass.common.config import Config, TransportConfig
 from kvass.common.executor import ThreadExecutor
 from kvass.common.rpc.server import listen
-from kvass.common.transport import cma, nixl
+from kvass.common.transport import local, nixl
 from kvass.common.transport.endpoints import Endpoints
 from kvass.common.transport.identity import Identity
-from kvass.common.transport.peer_process import PeerProcess, Vectors
+from kvass.common.transport.peer_process import PeerProcess, Reading
 from kvass.common.transport.route import Setting
-from kvass.common.transport.seam import Copies, EndpointCard, InPlace, Region, Transport
+from kvass.common.transport.seam import Copies, EndpointCard, Region, Transport
 from kvass.kvstore.node import service
 from store_peer import hello_of, pull, worker
 
@@ -70,22 +71,19 @@ class Lying:
         copies: Copies,
         *,
         deadline_s: float,
-        in_place: InPlace | None = None,
+        sums: Sums | None = None,
     ) -> None:
-        ends = copies.local + copies.sizes
-
-        def lie_and_report(first: int, stop: int) -> None:
-            if self.lie == "zeros":
-                for end in ends[first:stop]:
-                    ctypes.memset(int(end) - TAIL, 0, TAIL)
-            if in_place is not None:
-                in_place(first, stop)
-
         kept = self._kept(copies)
         if kept.sizes.any():
-            await self.inner.read(start_id, kept, deadline_s=deadline_s, in_place=lie_and_report)
-        else:
-            lie_and_report(0, len(ends))
+            await self.inner.read(start_id, kept, deadline_s=deadline_s)
+        ends = copies.local + copies.sizes
+        if self.lie == "zeros":
+            for end in ends:
+                ctypes.memset(int(end) - TAIL, 0, TAIL)
+        if sums is not None:  # of what is there, whatever came
+            size = int(copies.sizes[0]) // sums.groups
+            sums.values[:] = sum_ranges(copies.local.tolist(), size, sums.groups)
+            sums.whole[:] = True
 
     async def write(self, start_id: str, copies: Copies, *, tag: bytes, deadline_s: float) -> None:
         kept = self._kept(copies)
@@ -149,10 +147,10 @@ def late_threads(pause: Callable[[], None]) -> Iterator[None]:
     executor's work. All reads are a thread's: in the event loop none could be late."""
     read, run = PeerProcess.read, ThreadExecutor.run
 
-    def late_read(self: PeerProcess, vectors: Vectors, first: int, stop: int) -> None:
+    def late_read(self: PeerProcess, reading: Reading, first: int, stop: int) -> None:
         if not first:
             pause()
-        read(self, vectors, first, stop)
+        read(self, reading, first, stop)
 
     async def late_run(self: ThreadExecutor, function: Callable[[], T]) -> T:
         def late() -> T:
@@ -162,7 +160,7 @@ def late_threads(pause: Callable[[], None]) -> Iterator[None]:
         return await run(self, late)
 
     with (
-        mock.patch.object(cma, "LOOP_BYTES", 0),
+        mock.patch.object(local, "LOOP_BYTES", 0),
         mock.patch.object(PeerProcess, "read", late_read),
         mock.patch.object(ThreadExecutor, "run", late_run),
     ):
@@ -217,12 +215,12 @@ class Stopping(Lying):
         copies: Copies,
         *,
         deadline_s: float,
-        in_place: InPlace | None = None,
+        sums: Sums | None = None,
     ) -> None:
         if not self.has_stopped:
             self.has_stopped = True
             os.kill(os.getpid(), signal.SIGSTOP)
-        await self.inner.read(start_id, copies, deadline_s=deadline_s, in_place=in_place)
+        await self.inner.read(start_id, copies, deadline_s=deadline_s, sums=sums)
 
 
 def run_stopping_reader(

@@ -53,11 +53,12 @@ def _find_in(pid: int, low: int, high: int, wanted: bytes) -> Iterator[int]:
 
 
 def _bulk(pid: int) -> Iterator[tuple[int, int]]:
-    """Yield the anonymous mappings of 1 MiB or more that may be written."""
+    """Yield the mappings of 1 MiB or more that may be written: anonymous ones, shared pages."""
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
         fields = line.split()
         low, high = (int(each, 16) for each in fields[0].split("-"))
-        if len(fields) == 5 and fields[1].startswith("rw") and high - low >= 1 << 20:
+        is_own = len(fields) == 5 or fields[5].startswith("/memfd:kvass")
+        if is_own and fields[1].startswith("rw") and high - low >= 1 << 20:
             yield low, high
 
 

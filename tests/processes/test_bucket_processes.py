@@ -42,7 +42,7 @@ def bucket_node(server: BucketServer, prefix: str) -> Iterator[NodeProcess]:
 
 @asynccontextmanager
 async def client(process: NodeProcess) -> AsyncIterator[tuple[StoreClient, SlotArray]]:
-    async with worker("cma", process.address, BLOCKS, "self") as opened:
+    async with worker("local", process.address, BLOCKS, "self") as opened:
         yield opened
 
 

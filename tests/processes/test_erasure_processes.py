@@ -31,7 +31,7 @@ async def test_what_was_erased_while_a_node_was_dead_does_not_come_back(tmp_path
         for seat in seats:
             seat.until_ready()
         first, second = seats
-        async with worker("cma", f"127.0.0.1:{first.port}", BLOCKS, "other") as (store, memory):
+        async with worker("local", f"127.0.0.1:{first.port}", BLOCKS, "other") as (store, memory):
             store.set_nodes([node_of(seat) for seat in seats])
             chains = [chain_of(BLOCKS, seed=seed, layout=LAYOUT) for seed in range(CHAINS)]
 

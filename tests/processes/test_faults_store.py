@@ -52,7 +52,7 @@ LATE_S = 0.02
 LATE_TAKE_S = 0.3
 
 
-@pytest.fixture(params=["cma", "tcp"])
+@pytest.fixture(params=["local", "tcp"])
 def way(request: pytest.FixtureRequest) -> Setting:
     setting: Setting = request.param
     return setting
@@ -67,11 +67,11 @@ async def visible(store: StoreClient, seed: int) -> set[int]:
 @pytest.mark.fault(number=1)
 async def test_a_reader_that_outlives_its_lease_discards_what_it_read() -> None:
     """It stops between lease and copy, until its blocks' slots have other owners."""
-    with started(run_node, config_of("cma", slab_blocks=BLOCKS)) as node:
+    with started(run_node, config_of("local", slab_blocks=BLOCKS)) as node:
         address = await node.answer()
-        async with worker("cma", address, BLOCKS, "self") as (store, memory):
+        async with worker("local", address, BLOCKS, "self") as (store, memory):
             assert await push(store, memory, 1, BLOCKS) == EVERY
-            with started(run_stopping_reader, "cma", address, 1, BLOCKS) as reader:
+            with started(run_stopping_reader, "local", address, 1, BLOCKS) as reader:
                 assert await reader.answer() == "ready"
                 process = psutil.Process(reader.process.pid)
                 await until(lambda: is_stopped(process))
@@ -129,7 +129,7 @@ async def test_slots_of_a_cancelled_push_get_no_late_byte(way: Setting) -> None:
     """Its writer gives its own slots to others at once. The node, whose thread is about to take
     their bytes, gives its slots to another process once that thread has; that process's bytes come
     by another way, so that they wait for no thread that is late."""
-    other_way: Setting = "tcp" if way == "cma" else "cma"
+    other_way: Setting = "tcp" if way == "local" else "local"
     with started(run_late_node, config_of("auto", slab_blocks=BLOCKS)) as node:
         address = await node.answer()
         with started(run_worker, other_way, address, BLOCKS) as other:
@@ -203,7 +203,7 @@ async def test_transfers_that_lie_about_success(way: Setting, lie: Lie) -> None:
                     each.lie, each.told = of_self, 0
                 return told + int(await node.ask(of_node))
 
-            await lies(*((lie, "") if way == "cma" else ("", lie)))
+            await lies(*((lie, "") if way == "local" else ("", lie)))
             assert await push(store, memory, 1, BLOCKS) == set()
             assert await visible(store, 1) == set(), "what failed its check can be found"
             assert await lies("", "")
@@ -212,7 +212,7 @@ async def test_transfers_that_lie_about_success(way: Setting, lie: Lie) -> None:
             assert counts["free_bytes"] == counts["total_bytes"]
             assert await push(store, memory, 1, BLOCKS) == EVERY
 
-            await lies(*(("", lie) if way == "cma" else (lie, "")))
+            await lies(*(("", lie) if way == "local" else (lie, "")))
             assert await pull(store, memory, 1, BLOCKS) == set()
             assert await lies("", "")
             assert store.counts["pull_corrupt"] == BLOCKS, store.counts
@@ -256,7 +256,7 @@ async def test_a_new_node_at_an_old_address_honours_no_old_handle(way: Setting) 
             link = store._router.link("store-0")
             old = await link.ways(deadline_s=3)
             places, granted = await lease_and_put(
-                link, store, (memory.address,) if way == "cma" else ()
+                link, store, (memory.address,) if way == "local" else ()
             )
             first.kill(signal.SIGKILL)
             first.process.join(5)

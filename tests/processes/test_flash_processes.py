@@ -55,7 +55,7 @@ def flash_node(
 
 @asynccontextmanager
 async def client(process: NodeProcess) -> AsyncIterator[tuple[StoreClient, SlotArray]]:
-    async with worker("cma", process.address, BLOCKS, "self") as opened:
+    async with worker("local", process.address, BLOCKS, "self") as opened:
         yield opened
 
 

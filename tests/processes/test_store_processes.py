@@ -1,10 +1,11 @@
-"""The store between real processes: cross-memory attach and TCP, kills and stops included."""
+"""The store between real processes: on one host and over TCP, kills and stops included."""
 
 from __future__ import annotations
 
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import anyio
 import pytest
@@ -30,7 +31,7 @@ BLOCKS = 64
 SOON_S = 5.0  # for a connection's end, which is at once; a patient put has twice as long
 
 
-@pytest.fixture(params=["cma", "tcp"])
+@pytest.fixture(params=["local", "tcp"])
 def way(request: pytest.FixtureRequest) -> Setting:
     setting: Setting = request.param
     return setting
@@ -143,3 +144,23 @@ def test_a_client_without_memory_loads_neither_torch_nor_nixl() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+async def test_the_slab_of_a_killed_node_is_the_machine_s_again() -> None:
+    """A client maps it to read: it must not keep alive what nobody serves."""
+
+    def mapped() -> list[str]:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return [line for line in lines if "/memfd:kvass" in line and " r--s " in line]
+
+    assert not mapped()
+    with started(run_node, config_of("local", slab_blocks=BLOCKS)) as node:
+        address = await node.answer()
+        async with worker("local", address, BLOCKS, "self") as (store, memory):
+            assert len(await push(store, memory, 1, BLOCKS)) == BLOCKS
+            assert len(await pull(store, memory, 1, BLOCKS)) == BLOCKS
+            assert len(mapped()) == 1
+            node.kill(signal.SIGKILL)
+            with anyio.fail_after(5):
+                while mapped():  # noqa: ASYNC110 (a mapping that goes wakes nobody)
+                    await anyio.sleep(0.01)

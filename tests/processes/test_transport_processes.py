@@ -14,6 +14,8 @@ import numpy as np
 import psutil
 import pytest
 
+from kvass.common import checksum
+from kvass.common.checksum import Sums
 from kvass.common.config import TransportConfig
 from kvass.common.errors import DeadlineExceeded, Invalid, TransferFailed, Unavailable
 from kvass.common.transport import loans
@@ -71,22 +73,18 @@ def blocks(array: Bytes, peer: Peer, count: int) -> Copies:
     return Copies(offsets + local, offsets[::-1] + remote, sizes)
 
 
-async def test_read_over_cma_brings_the_right_bytes(
+async def test_read_on_the_same_host_brings_the_right_bytes(
     peer: Peer, own: Endpoints, array: Bytes
 ) -> None:
     assert await own.way_to(peer.card) == "read"
     await peer.ask("fill_blocks", BLOCK)
     found, right = array[: 64 * BLOCK].reshape(64, BLOCK), np.arange(64, dtype=np.uint8)[::-1]
-    whole_ones: list[int] = []
-
-    def in_place(first: int, stop: int) -> None:
-        assert (found[first:stop] == right[first:stop, None]).all()
-        whole_ones.extend(range(first, stop))
-
-    copies = blocks(array, peer, 64)
-    await reader_of(own).read(peer.card.start_id, copies, deadline_s=5, in_place=in_place)
+    sums = Sums.of(64, 3)
+    await reader_of(own).read(peer.card.start_id, blocks(array, peer, 64), deadline_s=5, sums=sums)
     assert (found == right[:, None]).all()
-    assert sorted(whole_ones) == list(range(64))
+    assert sums.whole.all()
+    for place in range(64):
+        assert tuple(sums.values[place]) == checksum.sums(found[place], 0, BLOCK // 3, 3)
     assert (array[64 * BLOCK :] == 5).all()
 
 

@@ -28,6 +28,7 @@ from kvass.common.rpc.server import Handler, Server
 from kvass.common.transport.identity import Identity
 from kvass.common.transport.memory import Attempt, Fabric, Fault, Outcome, region_of
 from kvass.common.transport.route import Setting
+from kvass.common.transport.seam import Region
 from kvass.common.wire import Message, Tags
 from kvass.kvstore import messages as m
 from kvass.kvstore.client.store import StoreClient
@@ -72,6 +73,10 @@ class SlotArray:
         self.address = int(self.array.ctypes.data)
         self.size = self.array.nbytes
         self.layout = layout
+
+    @property
+    def region(self) -> Region:
+        return region_of(self.array)
 
     def address_of(self, slot: int) -> int:
         return self.address + slot * self.layout.block_size

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvass.common.block import BlockHeader
-from kvass.kvstore.checksum import sums
+from kvass.common.checksum import sums
 from kvass.kvstore.index.index import Index, Limits
 from kvass.kvstore.index.ledger import Entry, Ledger
 from kvass.kvstore.index.puts import Move

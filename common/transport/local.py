@@ -1,11 +1,11 @@
-"""Same-host reads by the kernel's cross-memory attach.
+"""Same-host reads: out of memory that a peer shares, else by the kernel's cross-memory attach.
 
 It only reads: this process copies, so when a read has returned nothing is in flight,
 and a stopped or dead peer can change nothing here. It refuses to write.
 
-NIXL's UCX makes the same system call on one host. It is made here directly: there is no agent to
-create, to lose a request or to rebuild, and each part is checked by the thread that copied it,
-while the cache has it. `benchmarks/transfer.py` measures it beside memcpy and the call alone.
+NIXL's UCX has the same two ways on one host. They are gone directly here: there is no agent to
+create, to lose a request or to rebuild, and bytes are summed as they are copied: out of shared
+memory at the speed of a memcpy that sums nothing. `benchmarks/transfer.py` measures it beside one.
 """
 
 from __future__ import annotations
@@ -20,38 +20,41 @@ import anyio
 import msgspec
 import numpy as np
 
+from kvass.common.checksum import Sums
 from kvass.common.errors import DeadlineExceeded, Invalid, Overloaded, Unavailable
 from kvass.common.transport.copies import check, within
 from kvass.common.transport.identity import Identity
-from kvass.common.transport.peer_process import RANGES_MAX, Own, PeerProcess, Vectors
+from kvass.common.transport.peer_process import RANGES_MAX, Own, PeerProcess
 from kvass.common.transport.seam import (
     AttachRefused,
     Copies,
     EndpointCard,
-    InPlace,
     Region,
     TransportKind,
 )
 
 PEERS_MAX = 1_024  # a pidfd each
-# Two cores copy and check 1.3 to 1.6 times as fast as one where both are idle; one does where not.
+# Two cores attach, copy and sum 1.5 times as fast as one where both are idle; one does where not.
+# One core copies out of shared memory as fast as the memory goes.
 THREADS = 2
-# So much is read in the event loop itself, a millisecond with others' turns in between, and a
-# thread beside it: waking two threads and being woken would take a tenth as long again. One read
-# at a time; the rest goes to threads.
-LOOP_BYTES = 16 << 20
-# A tenth of a millisecond: how often deadlines and peers are looked at, how long one thread waits
-# for the other in the end, and what a second-level cache still has when it is checked.
-SLICE_BYTES = 1 << 20
+# So much is read in the event loop itself, a millisecond or two with others' turns in between, and
+# a thread beside it where two help: waking threads and being woken would take a tenth as long
+# again. One read at a time; the rest goes to threads.
+LOOP_BYTES = 32 << 20
+# A tenth to four tenths of a millisecond: how often deadlines and peers are looked at, and how long
+# one thread waits for the other in the end. Out of shared memory a slice has one thread.
+SLICE_BYTES = 2 << 20
+MAPPED_SLICE_BYTES = 8 << 20
 
 
-class CmaTransport:
+class LocalTransport:
     """The same-host transport; it opens no socket. All methods run in the event loop.
 
-    Mutable fields: `_peers`, `_readings` (under way), `_is_closed`.
+    Mutable fields: `_peers`, `_readings` (under way), `_is_closed`, `_loop` (which tells that a
+    peer is gone).
     """
 
-    kind: TransportKind = "cma"
+    kind: TransportKind = "local"
 
     def __init__(self, identity: Identity, regions: Sequence[Region]) -> None:
         self._identity = identity
@@ -59,8 +62,9 @@ class CmaTransport:
         self._own = Own(identity, self._regions)
         self._peers: dict[str, PeerProcess] = {}
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="kvass-read")
-        self._readings: set[_Reading] = set()
+        self._readings: set[_Slices] = set()
         self._is_closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def card(self) -> EndpointCard:
         """Return how peers read from this process."""
@@ -77,7 +81,7 @@ class CmaTransport:
     async def attach(self, card: EndpointCard) -> None:
         """Hold the peer's process and check that it is who its card says.
 
-        Raises Unavailable when it is not, or when the kernel refuses cross-memory attach; Invalid
+        Raises Unavailable when it is not, or when the kernel lets its memory not be read; Invalid
         for a card that is none.
         """
         known = self._peers.get(card.start_id)
@@ -88,12 +92,13 @@ class CmaTransport:
         if card.host_id != self._identity.host_id:
             raise AttachRefused(f"peer {card.start_id} is on another host")
         if known is None and len(self._peers) >= PEERS_MAX:
-            self._forget_dead()
-            if len(self._peers) >= PEERS_MAX:
-                raise Overloaded(f"{PEERS_MAX} peers are attached")
+            raise Overloaded(f"{PEERS_MAX} peers are attached")
         peer = PeerProcess(card)
         self.detach(card.start_id)
         self._peers[card.start_id] = peer
+        # Its shared memory is the machine's again when nobody maps it any more.
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(peer.pidfd, self.detach, card.start_id)
 
     async def read(
         self,
@@ -101,7 +106,7 @@ class CmaTransport:
         copies: Copies,
         *,
         deadline_s: float,
-        in_place: InPlace | None = None,
+        sums: Sums | None = None,
     ) -> None:
         """Copy from an attached peer into own registered memory."""
         check(copies, self._regions)
@@ -112,7 +117,9 @@ class CmaTransport:
             raise Unavailable(f"peer {start_id} is not attached")
         if not within(copies.remote, copies.sizes, peer.regions).all():
             raise Invalid(f"peer {start_id} has not registered one of the ranges")
-        reading = _Reading(peer, copies, time.monotonic() + deadline_s, in_place)
+        if sums is None:
+            sums = Sums.of(len(copies.sizes), 1)
+        reading = _Slices(peer, copies, sums, time.monotonic() + deadline_s)
         in_loop = not self._readings and int(copies.sizes.sum()) <= LOOP_BYTES
         peer.users += 1
         self._readings.add(reading)
@@ -124,12 +131,12 @@ class CmaTransport:
             if self._peers.get(start_id) is not peer:
                 _close_unused(peer)
 
-    async def _run_here(self, reading: _Reading) -> None:
+    async def _run_here(self, reading: _Slices) -> None:
         """Read in the event loop, which has its turn after each slice, and in a thread."""
         beside = self._pool.submit(reading.work) if reading.is_shared else None
         failure: BaseException | None = None
         try:
-            for _ in reading.slices():
+            for _ in reading.each():
                 await asyncio.sleep(0)
         finally:
             reading.end()
@@ -139,7 +146,7 @@ class CmaTransport:
         if failure is not None:
             raise failure
 
-    async def _run(self, reading: _Reading) -> None:
+    async def _run(self, reading: _Slices) -> None:
         """Read in threads; returns or raises when they have ended."""
         loop = asyncio.get_running_loop()
         count = THREADS if reading.is_shared else 1
@@ -157,13 +164,15 @@ class CmaTransport:
                 raise failure
 
     async def write(self, start_id: str, copies: Copies, *, tag: bytes, deadline_s: float) -> None:
-        """Refuse: over cross-memory attach nothing but the writer's exit ends a write."""
-        raise Invalid("cross-memory attach only reads; the owner of the memory starts the transfer")
+        """Refuse: on one host nothing but the writer's exit ends a write."""
+        raise Invalid("on one host peers only read; the owner of the memory starts the transfer")
 
     def detach(self, start_id: str) -> None:
         """Forget a peer; reads under way go on, and let go of its process at their end."""
         peer = self._peers.pop(start_id, None)
         if peer is not None:
+            if self._loop is not None and not self._loop.is_closed():
+                self._loop.remove_reader(peer.pidfd)
             _close_unused(peer)
 
     def close(self) -> None:
@@ -174,11 +183,7 @@ class CmaTransport:
         self._pool.shutdown(wait=True)
         for start_id in list(self._peers):
             self.detach(start_id)
-
-    def _forget_dead(self) -> None:
-        for start_id, peer in list(self._peers.items()):
-            if peer.has_exited():
-                self.detach(start_id)
+        self._own.close()
 
 
 def _close_unused(peer: PeerProcess) -> None:
@@ -186,37 +191,35 @@ def _close_unused(peer: PeerProcess) -> None:
         peer.close()
 
 
-class _Reading:
+class _Slices:
     """One read, slice after slice, by any number of threads: each takes the next that is left.
 
     Mutable fields: `stopped` (set by the event loop), `_left` (slices that nobody has taken).
     """
 
-    def __init__(
-        self, peer: PeerProcess, copies: Copies, deadline: float, in_place: InPlace | None
-    ) -> None:
+    def __init__(self, peer: PeerProcess, copies: Copies, sums: Sums, deadline: float) -> None:
         self._peer = peer
         self._deadline = deadline
-        self._in_place = in_place
-        self._vectors = Vectors(copies)
-        self._left = deque(_slices(copies))
+        self._reading = peer.reading(copies, sums)
+        size = MAPPED_SLICE_BYTES if self._reading.is_mapped else SLICE_BYTES
+        self._left = deque(_slices(copies, size))
         self.stopped = False
 
     @property
     def is_shared(self) -> bool:
-        """Whether there is enough for two threads."""
-        return len(self._left) > 1
+        """Whether there is something to do for two threads."""
+        return not self._reading.is_mapped and len(self._left) > 1
 
     def end(self) -> None:
         """Let no thread begin another slice."""
         self._left.clear()
 
     def work(self) -> None:
-        """Copy slices until none is left; blocking. Raises as `slices`."""
-        for _ in self.slices():
+        """Copy slices until none is left; blocking. Raises as `each`."""
+        for _ in self.each():
             pass
 
-    def slices(self) -> Iterator[None]:
+    def each(self) -> Iterator[None]:
         """Copy slice after slice, and yield after each. Raises Unavailable when it was stopped; one
         thread's failure ends the others' work."""
         try:
@@ -225,9 +228,7 @@ class _Reading:
                     raise Unavailable("the transport of this process was closed")
                 if time.monotonic() >= self._deadline:
                     raise DeadlineExceeded("the read did not end before its deadline")
-                self._peer.read(self._vectors, *piece)
-                if self._in_place is not None:
-                    self._in_place(*piece)
+                self._peer.read(self._reading, *piece)
                 yield
         except BaseException:
             self.end()
@@ -240,13 +241,13 @@ class _Reading:
             return None
 
 
-def _slices(copies: Copies) -> Iterator[tuple[int, int]]:
-    """Cut ranges [0, count) into pieces of about SLICE_BYTES, at most RANGES_MAX each."""
+def _slices(copies: Copies, size: int) -> Iterator[tuple[int, int]]:
+    """Cut ranges [0, count) into pieces of about `size` bytes, at most RANGES_MAX each."""
     ends = np.cumsum(copies.sizes)
     first, count = 0, len(ends)
     while first < count:
         taken = int(ends[first - 1]) if first else 0
-        stop = int(np.searchsorted(ends, np.uint64(taken + SLICE_BYTES), side="right"))
+        stop = int(np.searchsorted(ends, np.uint64(taken + size), side="right"))
         stop = min(max(stop, first + 1), first + RANGES_MAX)
         yield first, stop
         first = stop

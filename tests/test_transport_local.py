@@ -1,4 +1,4 @@
-"""Cross-memory attach within one process: how threads share a read, and how one ends.
+"""Same-host reads within one process: how threads share one, and how one ends.
 
 A process may read itself like any other; what takes two is in
 processes/test_transport_processes.py.
@@ -17,17 +17,20 @@ import anyio.lowlevel
 import numpy as np
 import pytest
 
+from kvass.common import checksum
+from kvass.common.checksum import Sums
 from kvass.common.errors import DeadlineExceeded, Invalid, TransferFailed, Unavailable
-from kvass.common.transport import cma
-from kvass.common.transport.cma import CmaTransport
+from kvass.common.transport import local
 from kvass.common.transport.identity import own_identity
+from kvass.common.transport.local import LocalTransport
+from kvass.common.transport.peer_process import PeerProcess, Reading
 from kvass.common.transport.seam import Copies, Region
 from transport_peer import Bytes, address_of, memory
 
 pytestmark = pytest.mark.anyio
 
 PIECE = 100_000
-COUNT = 60
+COUNT = 120
 SIZE = PIECE * COUNT  # six slices
 
 
@@ -44,16 +47,16 @@ def target() -> Bytes:
 
 
 @pytest.fixture
-def transport(source: Bytes, target: Bytes) -> Iterator[CmaTransport]:
+def transport(source: Bytes, target: Bytes) -> Iterator[LocalTransport]:
     regions = [Region(address_of(source), SIZE), Region(address_of(target), SIZE)]
-    opened = CmaTransport(own_identity(), regions)
+    opened = LocalTransport(own_identity(), regions)
     yield opened
     opened.close()
 
 
 @pytest.fixture
 def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cma, "LOOP_BYTES", 0)
+    monkeypatch.setattr(local, "LOOP_BYTES", 0)
 
 
 def copies_of(source: Bytes, target: Bytes) -> Copies:
@@ -67,10 +70,34 @@ def copies_of(source: Bytes, target: Bytes) -> Copies:
     )
 
 
-async def attached(transport: CmaTransport) -> str:
+async def attached(transport: LocalTransport) -> str:
     card = transport.card()
     await transport.attach(card)
     return card.start_id
+
+
+Hook = Callable[[int, int], None]
+Hooked = Callable[[Hook], Sums]
+
+
+@pytest.fixture
+def hooked(monkeypatch: pytest.MonkeyPatch) -> Hooked:
+    """Return what makes a read's sums and has its hook called, in whatever thread copies, after
+    each slice."""
+    read, hooks = PeerProcess.read, dict[int, Hook]()
+
+    def read_and_call(self: PeerProcess, reading: Reading, first: int, stop: int) -> None:
+        read(self, reading, first, stop)
+        assert reading.sums.whole[first:stop].all()
+        hooks[id(reading.sums)](first, stop)
+
+    def made(hook: Hook) -> Sums:
+        sums = Sums.of(COUNT, 2)
+        hooks[id(sums)] = hook
+        return sums
+
+    monkeypatch.setattr(PeerProcess, "read", read_and_call)
+    return made
 
 
 def open_descriptors() -> int:
@@ -79,15 +106,16 @@ def open_descriptors() -> int:
 
 @pytest.mark.parametrize("in_loop", [False, True])
 async def test_each_range_is_reported_once_when_it_is_there(
-    transport: CmaTransport,
+    transport: LocalTransport,
     source: Bytes,
     target: Bytes,
     in_loop: bool,
+    hooked: Hooked,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A small read is the event loop's, which a thread helps; a larger one is two threads'. Each
     waits a moment at its first slice, so that the other has its turn."""
-    monkeypatch.setattr(cma, "LOOP_BYTES", SIZE if in_loop else SIZE - 1)
+    monkeypatch.setattr(local, "LOOP_BYTES", SIZE if in_loop else SIZE - 1)
     monkeypatch.setattr(threading.current_thread(), "name", "loop")
     seen: list[tuple[int, str]] = []
 
@@ -98,16 +126,19 @@ async def test_each_range_is_reported_once_when_it_is_there(
             seen.append((number, threading.current_thread().name))
         time.sleep(0.02)
 
-    await transport.read(
-        await attached(transport), copies_of(source, target), deadline_s=5, in_place=in_place
-    )
+    sums = hooked(in_place)
+    copies = copies_of(source, target)
+    await transport.read(await attached(transport), copies, deadline_s=5, sums=sums)
+    for number in range(COUNT):
+        piece = target[number * PIECE : (number + 1) * PIECE]
+        assert tuple(sums.values[number]) == checksum.sums(piece, 0, PIECE // 2, 2)
     assert sorted(number for number, _ in seen) == list(range(COUNT))
     names = {name for _, name in seen}
     assert names == {"loop" if in_loop else "kvass-read_1", "kvass-read_0"}
 
 
 async def test_a_read_in_the_loop_leaves_others_their_turns_and_is_the_only_one(
-    transport: CmaTransport, source: Bytes, target: Bytes
+    transport: LocalTransport, source: Bytes, target: Bytes, hooked: Hooked
 ) -> None:
     start_id = await attached(transport)
     seen: list[str] = []
@@ -118,7 +149,7 @@ async def test_a_read_in_the_loop_leaves_others_their_turns_and_is_the_only_one(
             time.sleep(0.01)
 
         copies = copies_of(source, target)
-        await transport.read(start_id, copies, deadline_s=5, in_place=in_place)
+        await transport.read(start_id, copies, deadline_s=5, sums=hooked(in_place))
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(read, "first")
@@ -133,7 +164,7 @@ async def test_a_read_in_the_loop_leaves_others_their_turns_and_is_the_only_one(
 
 
 async def test_a_read_in_the_loop_ends_between_two_slices(
-    transport: CmaTransport, source: Bytes, target: Bytes
+    transport: LocalTransport, source: Bytes, target: Bytes, hooked: Hooked
 ) -> None:
     """When it is cancelled, when its time is over and when the transport is closed."""
     start_id, reports = await attached(transport), []
@@ -148,7 +179,7 @@ async def test_a_read_in_the_loop_ends_between_two_slices(
                 time.sleep(0.005)  # so that the loop has its slices
 
         copies = copies_of(source, target)
-        await transport.read(start_id, copies, deadline_s=deadline_s, in_place=in_place)
+        await transport.read(start_id, copies, deadline_s=deadline_s, sums=hooked(in_place))
 
     with anyio.CancelScope() as scope:
         await read(scope.cancel)
@@ -160,7 +191,7 @@ async def test_a_read_in_the_loop_ends_between_two_slices(
 
 
 async def test_nothing_to_read_and_one_range_longer_than_a_slice(
-    transport: CmaTransport, source: Bytes, target: Bytes
+    transport: LocalTransport, source: Bytes, target: Bytes
 ) -> None:
     start_id = await attached(transport)
     nothing = Copies(*(np.zeros(0, dtype=np.uint64) for _ in range(3)))
@@ -169,7 +200,7 @@ async def test_nothing_to_read_and_one_range_longer_than_a_slice(
     await transport.read(
         start_id, Copies(*(np.array([n], dtype=np.uint64) for n in whole)), deadline_s=5
     )
-    assert SIZE > cma.SLICE_BYTES and np.array_equal(source, target)
+    assert SIZE > local.SLICE_BYTES and np.array_equal(source, target)
 
 
 async def test_memory_that_the_peer_does_not_have(target: Bytes) -> None:
@@ -178,7 +209,7 @@ async def test_memory_that_the_peer_does_not_have(target: Bytes) -> None:
     address = address_of(np.frombuffer(page, dtype=np.uint8))
     hole = 1 << 40  # nobody maps the beginning of the address space
     regions = [Region(address, mmap.PAGESIZE), Region(address_of(target), SIZE), Region(hole, SIZE)]
-    transport = CmaTransport(own_identity(), regions)
+    transport = LocalTransport(own_identity(), regions)
     start_id = await attached(transport)
 
     async def read(remote: int) -> None:
@@ -220,7 +251,7 @@ class Gate:
 
 @pytest.mark.usefixtures("in_threads")
 async def test_a_peer_that_is_forgotten_in_mid_read_is_held_until_its_end(
-    transport: CmaTransport, source: Bytes, target: Bytes
+    transport: LocalTransport, source: Bytes, target: Bytes, hooked: Hooked
 ) -> None:
     gate, before = Gate(), open_descriptors()
     start_id = await attached(transport)
@@ -229,7 +260,7 @@ async def test_a_peer_that_is_forgotten_in_mid_read_is_held_until_its_end(
 
         async def read() -> None:
             copies = copies_of(source, target)
-            await transport.read(start_id, copies, deadline_s=10, in_place=gate.in_place)
+            await transport.read(start_id, copies, deadline_s=10, sums=hooked(gate.in_place))
 
         tasks.start_soon(read)
         await gate.until_reached()
@@ -242,7 +273,7 @@ async def test_a_peer_that_is_forgotten_in_mid_read_is_held_until_its_end(
 
 @pytest.mark.usefixtures("in_threads")
 async def test_a_cancelled_read_returns_when_no_thread_reads(
-    transport: CmaTransport, source: Bytes, target: Bytes
+    transport: LocalTransport, source: Bytes, target: Bytes, hooked: Hooked
 ) -> None:
     gate = Gate()
     start_id = await attached(transport)
@@ -258,18 +289,18 @@ async def test_a_cancelled_read_returns_when_no_thread_reads(
         tasks.start_soon(open_late)
         try:
             await transport.read(
-                start_id, copies_of(source, target), deadline_s=10, in_place=gate.in_place
+                start_id, copies_of(source, target), deadline_s=10, sums=hooked(gate.in_place)
             )
         finally:
             assert gate.opened.is_set()
             target[:] = 99
     await anyio.sleep(0.02)
-    assert 1 <= gate.reports <= cma.THREADS and (target == 99).all()
+    assert 1 <= gate.reports <= local.THREADS and (target == 99).all()
 
 
 @pytest.mark.usefixtures("in_threads")
 async def test_a_read_ends_at_its_deadline(
-    transport: CmaTransport, source: Bytes, target: Bytes
+    transport: LocalTransport, source: Bytes, target: Bytes, hooked: Hooked
 ) -> None:
     gate = Gate()
     threading.Timer(0.1, gate.opened.set).start()
@@ -278,13 +309,13 @@ async def test_a_read_ends_at_its_deadline(
             await attached(transport),
             copies_of(source, target),
             deadline_s=0.05,
-            in_place=gate.in_place,
+            sums=hooked(gate.in_place),
         )
 
 
 @pytest.mark.usefixtures("in_threads")
 async def test_closing_fails_what_is_under_way(
-    transport: CmaTransport, source: Bytes, target: Bytes
+    transport: LocalTransport, source: Bytes, target: Bytes, hooked: Hooked
 ) -> None:
     gate, failures = Gate(), list[str]()
     start_id = await attached(transport)
@@ -293,7 +324,7 @@ async def test_closing_fails_what_is_under_way(
         async def read() -> None:
             try:
                 copies = copies_of(source, target)
-                await transport.read(start_id, copies, deadline_s=10, in_place=gate.in_place)
+                await transport.read(start_id, copies, deadline_s=10, sums=hooked(gate.in_place))
             except Unavailable as error:
                 failures.append(str(error))
 
@@ -302,4 +333,4 @@ async def test_closing_fails_what_is_under_way(
         threading.Timer(0.05, gate.opened.set).start()
         transport.close()
     assert failures == ["the transport of this process was closed"]
-    assert 1 <= gate.reports <= cma.THREADS
+    assert 1 <= gate.reports <= local.THREADS
