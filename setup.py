@@ -12,6 +12,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("common/native/src")
@@ -61,6 +62,13 @@ class BuildNative(build_ext):
         return made
 
 
+class PlatformWheel(bdist_wheel):
+    """One wheel for every Python: the library is loaded by ctypes and knows none."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
 def sources_digest() -> str:
     """Name what the library was built from: `library.py` refuses one that is not of its tree."""
     digest = blake2b(digest_size=16)
@@ -71,5 +79,5 @@ def sources_digest() -> str:
 
 setup(
     ext_modules=[Extension("kvass.common.native.libkvass", sources=[], optional=True)],
-    cmdclass={"build_ext": BuildNative},
+    cmdclass={"build_ext": BuildNative, "bdist_wheel": PlatformWheel},
 )

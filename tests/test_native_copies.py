@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvass.common.errors import Invalid
 from kvass.common.native import library
 
 U64 = ctypes.c_uint64
@@ -29,11 +28,6 @@ def level(request: pytest.FixtureRequest) -> str:
 
 def at(level: str, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
     return library.function_at(name, level, result, *arguments)
-
-
-def test_the_library_is_built() -> None:
-    assert library.missing() == ""
-    assert library.level() in library.LEVELS
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -93,13 +87,3 @@ def test_a_read_says_which_ranges_came(level: str) -> None:
     assert read(os.getpid(), 3, targets, sources, size, 1, sums, ctypes.byref(error)) == 1
     assert os.strerror(error.value) == "Bad address"
     assert room[:size].all() and not room[2 * size :].any()
-
-
-def test_a_level_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(library.LEVEL_VARIABLE, "avx1024")
-    library.level.cache_clear()
-    try:
-        with pytest.raises(Invalid, match="'avx1024'"):
-            library.level()
-    finally:
-        library.level.cache_clear()

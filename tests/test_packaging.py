@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -118,3 +119,14 @@ def test_set_up_says_that_venv_is_missing(tmp_path: Path) -> None:
 def test_set_up_says_that_space_is_missing(tmp_path: Path) -> None:
     said = set_up(tmp_path, python3="exit 0", df="printf 'head\\n/dev/x 9 9 2097152 9%% /\\n'")
     assert "2 GB are free here; installing needs 5" in said
+
+
+def test_a_wheel_has_the_library_and_serves_every_python(tmp_path: Path) -> None:
+    command = [sys.executable, "setup.py", "--quiet", "build", "--build-base", str(tmp_path)]
+    command += ["bdist_wheel", "--bdist-dir", str(tmp_path / "made"), "--dist-dir", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=True, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.split("-")[2:4] == ["py3", "none"]
+    files = zipfile.ZipFile(wheel).namelist()
+    assert "kvass/common/native/libkvass.so" in files
+    assert not [name for name in files if name.endswith((".cpp", ".h"))]
