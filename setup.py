@@ -17,7 +17,7 @@ from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("common/native/src")
 ONCE = ("levels", "threads")
-PER_LEVEL = ("copies",)
+PER_LEVEL = ("copies", "products", "rows")
 X86_LEVELS = {
     "portable": [],
     "avx2": ["-march=x86-64-v3"],

@@ -40,7 +40,7 @@ def measure(count: int) -> dict[str, list[teacher.Disagreement]]:
     spec, tokenizer = load_spec(directory), Tokenizer.load(directory)
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     half = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
-    ours = load_model(directory, spec, counts_of=Products(uses()).counts_of)
+    ours = load_model(directory, spec, projection_of=Products(uses()).projection)
     ours_float32 = load_model(directory, spec, dtype=torch.float32)
     ways: dict[str, Callable[[list[int]], torch.Tensor]] = {
         OURS: lambda ids: teacher.logits_of(ours, ids),

@@ -286,7 +286,7 @@ def measure(quick: bool) -> tuple[list[Figure], list[str]]:
     served = rig.Served.load()
     spec = load_spec(served.folder)
     torch.set_num_threads(1)  # the bits are asked for, and threads wait for each other
-    model = load_model(served.folder, spec, counts_of=Products(uses()).counts_of)
+    model = load_model(served.folder, spec, projection_of=Products(uses()).projection)
     works = {
         f"{kv_dtype} {number}": Work.of(spec, kv_dtype, text).compute(model)
         for number, text in enumerate(texts(served, QUICK_TEXTS if quick else TEXTS))

@@ -117,7 +117,7 @@ def runners(folder: Path) -> dict[str, Runner]:
     """Put the variants together; what they write is the same, so the paged ones share memory."""
     spec = load_spec(folder)
     layout = BlockLayout(spec.layers, spec.kv_heads, spec.head_dim, BLOCK, "fp8")
-    safe = load_model(folder, spec, counts_of=Products(uses()).counts_of)
+    safe = load_model(folder, spec, projection_of=Products(uses()).projection)
     free = load_model(folder, spec)
     memory = SlotMemory(layout, max(BATCHES) * TABLE_BLOCKS)
     memory.array.fill(0x22)  # some number: untouched pages are all one page, and read too fast

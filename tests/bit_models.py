@@ -9,9 +9,10 @@ import torch
 
 from kvass.common.block import BlockLayout, KvDtype
 from kvass.common.kernels.torch_paged import TorchPagedKv
-from kvass.common.model.llama import CountsOf, Llama
+from kvass.common.model.llama import Llama
 from kvass.common.model.load import Model
 from kvass.common.model.products import Products
+from kvass.common.model.projection import ProjectionOf
 from kvass.common.model.runner import Rows, Runner, uses
 from kvass.common.model.spec import ModelSpec, tensor_shapes
 from kvass.common.pool.memory import SlotMemory
@@ -64,20 +65,20 @@ SPECS: dict[str, tuple[ModelSpec, torch.dtype]] = {
 }
 
 
-def model_of(name: str, counts_of: CountsOf | None = None) -> Llama:
-    """Return a random model; with row counts found for it unless `counts_of` is given."""
+def model_of(name: str, projection_of: ProjectionOf | None = None) -> Llama:
+    """Return a random model; with products found for it unless `projection_of` is given."""
     spec, dtype = SPECS[name]
     generator = torch.Generator().manual_seed(5)
     tensors = {
         name: torch.randn(shape, generator=generator) * (0.7 if len(shape) == 1 else 0.3)
         for name, shape in tensor_shapes(spec).items()
     }
-    return Llama(spec, lambda name: tensors[name].to(dtype), counts_of or found_for())
+    return Llama(spec, lambda name: tensors[name].to(dtype), projection_of or found_for())
 
 
-def found_for() -> CountsOf:
+def found_for() -> ProjectionOf:
     products = Products(uses())
-    return products.counts_of
+    return products.projection
 
 
 @dataclass(slots=True)

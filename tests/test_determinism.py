@@ -160,7 +160,7 @@ def test_the_default_model_gives_the_same_bits_in_any_company_on_any_thread_coun
     folder = resolve_model(DEFAULT_MODEL, progress=False)
     spec = load_spec(folder)
     products = Products(uses())
-    model = load_model(folder, spec, counts_of=products.counts_of)
+    model = load_model(folder, spec, projection_of=products.projection)
     assert not products.failures
     layout = BlockLayout(spec.layers, spec.kv_heads, spec.head_dim, BLOCK, "fp8")
     memory = SlotMemory(layout, 128)

@@ -15,6 +15,7 @@ from kvass.common import config
 from kvass.common.config import Config
 from kvass.common.costs import Costs
 from kvass.common.executor import ThreadExecutor
+from kvass.common.kernels import packed
 from kvass.common.model import products
 from kvass.common.model.engine import Engine, open_engine
 from kvass.common.model.spec import load_spec, tensor_shapes
@@ -74,8 +75,9 @@ def load_of(engine: Engine) -> dict[str, int | float | str]:
 
 
 def test_a_worker_that_found_row_counts_says_which(
-    settings: Config, caplog: pytest.LogCaptureFixture
+    settings: Config, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(packed, "available", lambda: False)
     with caplog.at_level(logging.INFO):
         engine = opened(settings)
     load = load_of(engine)
@@ -88,6 +90,14 @@ def test_a_worker_that_found_row_counts_says_which(
     assert engine.namespace.hex() == engine.fields["namespace"]
 
 
+@pytest.mark.skipif(not packed.available(), reason="this machine has no bf16 dot products")
+def test_a_worker_of_packed_weights_says_so(settings: Config) -> None:
+    engine = opened(settings)
+    assert engine.deterministic
+    assert "products of packed weights, of any number of rows" in engine.deterministic_reason
+    assert ", native avx512bf16, " in str(engine.fields["device_kind"])
+
+
 def test_a_worker_without_safe_row_counts_serves_and_says_why(
     settings: Config, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +106,7 @@ def test_a_worker_without_safe_row_counts_serves_and_says_why(
     def agrees(trial: products._Trial, count: int) -> bool:
         return trial.rows.shape[1] != 96 and real(trial, count)
 
+    monkeypatch.setattr(packed, "available", lambda: False)
     monkeypatch.setattr(products._Trial, "agrees", agrees)
     with caplog.at_level(logging.INFO):
         engine = opened(settings)

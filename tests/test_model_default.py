@@ -34,7 +34,7 @@ def directory() -> Path:
 @pytest.fixture(scope="module")
 def model(directory: Path) -> Model:
     """The model as a worker opens it."""
-    return load_model(directory, load_spec(directory), counts_of=Products(uses()).counts_of)
+    return load_model(directory, load_spec(directory), projection_of=Products(uses()).projection)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
 """What a worker's machine and libraries make of the arithmetic: a name for the bits that come out.
 
 Workers whose names differ must not share blocks, so the name enters the namespace. It holds what an
-operator can act on (which instructions torch uses, torch's version) and a hash of results: of the
+operator can act on (which instructions torch uses, torch's version, which instructions the compiled
+library uses) and a hash of results: of the
 model's own products, which tell every order of summation apart (`products`), and of every other
 operation that rounds as its library likes. Only a worker can know it: the gateway has no torch, and
 may run on another kind of machine.
@@ -14,7 +15,9 @@ from hashlib import blake2b
 import torch
 import torch.nn.functional as F
 
+from kvass.common.model.layers import add_norm, gated_silu, rms_norm
 from kvass.common.model.products import Products
+from kvass.common.native import library
 
 
 @torch.inference_mode()
@@ -25,7 +28,8 @@ def device_kind(products: Products) -> str:
         digest.update(values.contiguous().view(torch.uint8).numpy().data)
     instructions = torch.backends.cpu.get_cpu_capability()
     version = torch.__version__.split("+")[0]  # without what it was built for, such as "+cpu"
-    return f"cpu {instructions}, torch {version}, bits {digest.hexdigest()}"
+    native = library.level() or "none"
+    return f"cpu {instructions}, torch {version}, native {native}, bits {digest.hexdigest()}"
 
 
 def _probes() -> list[torch.Tensor]:
@@ -34,12 +38,18 @@ def _probes() -> list[torch.Tensor]:
     small = (steps * 7919 % 10_007 - 5_003) / 512
     rows = small.view(100, 400)
     tiles = small[:32_768].view(2, 64, 256)
+    halves = rows.to(torch.bfloat16)
+    summed = rows.clone()
     return [
         torch.exp(small),
         torch.cos(steps),
         torch.sin(steps),
         torch.rsqrt(steps),
         F.silu(small.to(torch.bfloat16)),
+        rms_norm(rows, halves[1], 1e-5),
+        add_norm(summed, halves, halves[1], 1e-5),
+        summed,
+        gated_silu(halves),
         torch.softmax(rows, -1),
         rows.square().mean(-1),
         rows.sum(-1),

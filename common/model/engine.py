@@ -92,7 +92,7 @@ def open_engine(config: Config, worker: WorkerConfig, role: str) -> Engine:
     answer_file = cache_dir() / "known-answers" / f"{digest[:32]}.safetensors"
     answer = known_answer.known_answer(model_dir, spec, answer_file)
     products = Products(uses())
-    model = load_model(model_dir, spec, counts_of=products.counts_of)
+    model = load_model(model_dir, spec, projection_of=products.projection)
     memory = SlotMemory(layout, slots)
     kv = TorchPagedKv(memory, layout, spec.heads)
     fields = identity.worker_fields(model_dir, spec, config.cluster, device_kind(products))

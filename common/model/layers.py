@@ -1,9 +1,9 @@
 """The few operations that every model family is made of. A row's result depends on that row alone.
 
-`linear` is the only matrix product of the models: what makes products independent of the number of
-rows (padding to row counts that were shown to be safe) has its place here and nowhere else.
-Everything else treats values one by one or sums within a row; tests/test_products.py
-looks at the bits.
+`linear` is torch's matrix product: what makes it independent of the number of rows (padding to row
+counts that were shown to be safe) has its place here and nowhere else. Everything else treats
+values one by one or sums within a row; for bf16 models the compiled library does it where there
+is one (kernels/row_operations.py). tests/test_products.py looks at the bits.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+
+from kvass.common.kernels import row_operations
 
 _EXACT_LOGITS = 64  # well over the 20 log-probabilities that a client may ask for
 
@@ -43,8 +45,20 @@ def linear(
 
 def rms_norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """Scale float32 rows [N, width] to a mean square of one and by `weight`; in weight's dtype."""
+    if _is_native(weight):
+        return row_operations.norm(rows.contiguous(), None, weight, epsilon)
     scale = torch.rsqrt(rows.square().mean(-1, keepdim=True) + epsilon)
     return (rows * scale * weight).to(weight.dtype)
+
+
+def add_norm(
+    rows: torch.Tensor, addend: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> torch.Tensor:
+    """Add `addend` to float32 `rows`, in place, and return their `rms_norm`."""
+    if _is_native(weight):
+        return row_operations.norm(rows, addend, weight, epsilon)
+    rows += addend
+    return rms_norm(rows, weight, epsilon)
 
 
 def logits(rows: torch.Tensor, weight: torch.Tensor, counts: Sequence[int] = ()) -> torch.Tensor:
@@ -68,7 +82,13 @@ def gated_silu(gate_up: torch.Tensor) -> torch.Tensor:
     threads' shares, one by one, with another exponential. In bf16 both give the same bits for each
     of the 65,536 values (a test looks); in float32 they don't, and `exp` alone does.
     """
+    if _is_native(gate_up):
+        return row_operations.gate(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     if gate.dtype == torch.float32:
         return gate / (1 + torch.exp(-gate)) * up
     return F.silu(gate) * up
+
+
+def _is_native(like: torch.Tensor) -> bool:
+    return like.dtype == torch.bfloat16 and row_operations.available()

@@ -10,54 +10,28 @@ are in the model's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Generic
 
 import torch
 
 from kvass.common.kernels.seam import PagedKv, Plan
-from kvass.common.model.layers import gated_silu, linear, logits, rms_norm
+from kvass.common.model.layers import add_norm, gated_silu, rms_norm
+from kvass.common.model.projection import Projection, ProjectionOf
 from kvass.common.model.rope import angles, inverse_frequencies, rotate
 from kvass.common.model.spec import ModelSpec
 
 Read = Callable[[str], torch.Tensor]
-# Given a product's weight and bias, the row counts that it may be computed with (`products`).
-CountsOf = Callable[[torch.Tensor, torch.Tensor | None], Sequence[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Projection:
-    """A weight [out, in], its bias [out], if it has one, and the row counts to compute it with."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    counts: Sequence[int]
-
-    @classmethod
-    def of(
-        cls, counts_of: CountsOf, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> Projection:
-        return cls(weight, bias, counts_of(weight, bias))
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return linear(rows, self.weight, self.bias, self.counts)
-
-    def split(self, width: int, counts_of: CountsOf) -> tuple[Projection, Projection]:
-        """Return the first `width` outputs and the rest, as views."""
-        first, rest = (None, None) if self.bias is None else self.bias.tensor_split([width])
-        return (
-            Projection.of(counts_of, self.weight[:width], first),
-            Projection.of(counts_of, self.weight[width:], rest),
-        )
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One transformer layer's weights, in the model's dtype."""
+    """One transformer layer's weights, in the model's dtype. `qkv`: one product, or q and k‖v."""
 
     attention_norm: torch.Tensor
-    qkv: Projection
+    qkv: tuple[Projection, ...]
     output: Projection
     mlp_norm: torch.Tensor
     gate_up: Projection
@@ -67,17 +41,16 @@ class Layer:
 class Llama:
     """The weights and the forward pass. Immutable after loading."""
 
-    def __init__(self, spec: ModelSpec, read: Read, counts_of: CountsOf) -> None:
+    def __init__(self, spec: ModelSpec, read: Read, projection_of: ProjectionOf) -> None:
         """`read` returns a checkpoint's tensor by name, in the dtype to execute."""
         self.spec = spec
         self._embedding = read("model.embed_tokens.weight")
         self._layers = [
-            _read_layer(spec, read, counts_of, f"model.layers.{i}") for i in range(spec.layers)
+            _read_layer(spec, read, projection_of, index) for index in range(spec.layers)
         ]
-        self._last_q, self._last_both = self._layers[-1].qkv.split(spec.q_size, counts_of)
         self._norm = read("model.norm.weight")
         head = self._embedding if spec.tie_embeddings else read("lm_head.weight")
-        self._head = Projection.of(counts_of, head)
+        self._head = projection_of(head, None)
         self._frequencies = inverse_frequencies(spec)
 
     @torch.inference_mode()
@@ -102,34 +75,45 @@ class Llama:
         turn = angles(positions, self._frequencies)
         step = _Step(kv, plan, *turn, write_rows, slots, offsets)
         rows = self._embedding[tokens].float()
-        for index, layer in enumerate(self._layers[:-1]):
-            normed = rms_norm(rows, layer.attention_norm, self.spec.rms_norm_eps)
-            fused = layer.qkv(normed)
+        normed = rms_norm(rows, self._layers[0].attention_norm, self.spec.rms_norm_eps)
+        for index, (layer, after) in enumerate(pairwise(self._layers)):
+            fused = layer.qkv[0](normed)
             q, both = fused[:, : self.spec.q_size], fused[:, self.spec.q_size :]
             step.append(index, self._heads(both))
-            rows = self._rest(layer, rows, step.attend(index, self._heads(q)))
-        return self._last(rows, step, logits_rows)
+            attended = step.attend(index, self._heads(q))
+            normed = self._rest(layer, rows, attended, after.attention_norm)
+        return self._last(rows, normed, step, logits_rows)
 
     def _last(
-        self, rows: torch.Tensor, step: _Step[Plan], logits_rows: torch.Tensor | None
+        self,
+        rows: torch.Tensor,
+        normed: torch.Tensor,
+        step: _Step[Plan],
+        logits_rows: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        index, layer, epsilon = self.spec.layers - 1, self._layers[-1], self.spec.rms_norm_eps
-        normed = rms_norm(rows, layer.attention_norm, epsilon)
-        step.append(index, self._heads(self._last_both(normed)))
+        index, layer = self.spec.layers - 1, self._layers[-1]
+        to_q, to_both = layer.qkv
+        step.append(index, self._heads(to_both(normed)))
         if logits_rows is None:
             return None
-        attended = step.attend(index, self._heads(self._last_q(normed)))
-        chosen = self._rest(layer, rows[logits_rows], attended[logits_rows])
-        return logits(rms_norm(chosen, self._norm, epsilon), self._head.weight, self._head.counts)
+        attended = step.attend(index, self._heads(to_q(normed)))
+        normed = self._rest(layer, rows[logits_rows], attended[logits_rows], self._norm)
+        return self._head.logits(normed)
 
     def _heads(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.view(rows.shape[0], -1, self.spec.head_dim)
 
-    def _rest(self, layer: Layer, rows: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Everything after attention; `attended` float32 [N, Q, D]."""
-        rows = rows + layer.output(attended.flatten(1).to(layer.output.weight.dtype))
-        normed = rms_norm(rows, layer.mlp_norm, self.spec.rms_norm_eps)
-        return rows + layer.down(gated_silu(layer.gate_up(normed)))
+    def _rest(
+        self, layer: Layer, rows: torch.Tensor, attended: torch.Tensor, norm: torch.Tensor
+    ) -> torch.Tensor:
+        """Everything after attention; `attended` float32 [N, Q, D].
+
+        Adds to `rows`, in place, and returns them scaled by what follows: the weight `norm`.
+        """
+        epsilon = self.spec.rms_norm_eps
+        output = layer.output(attended.flatten(1).to(norm.dtype))
+        normed = add_norm(rows, output, layer.mlp_norm, epsilon)
+        return add_norm(rows, layer.down(gated_silu(layer.gate_up(normed))), norm, epsilon)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,18 +140,21 @@ class _Step(Generic[Plan]):
         return self.kv.attend(index, rotate(q, self.cosine, self.sine), self.plan)
 
 
-def _read_layer(spec: ModelSpec, read: Read, counts_of: CountsOf, prefix: str) -> Layer:
+def _read_layer(spec: ModelSpec, read: Read, projection_of: ProjectionOf, index: int) -> Layer:
+    prefix = f"model.layers.{index}"
+
     def projection(*names: str) -> Projection:
         weights = [read(f"{prefix}.{name}_proj.weight") for name in names]
         bias = None
-        if spec.qkv_bias and names[0] == "self_attn.q":
+        if spec.qkv_bias and names[0].startswith("self_attn.") and names[0] != "self_attn.o":
             bias = torch.cat([read(f"{prefix}.{name}_proj.bias") for name in names])
-        fused = torch.cat(weights) if len(weights) > 1 else weights[0]
-        return Projection.of(counts_of, fused, bias)
+        return projection_of(torch.cat(weights) if len(weights) > 1 else weights[0], bias)
 
+    q, both = "self_attn.q", ("self_attn.k", "self_attn.v")
+    is_last = index == spec.layers - 1
     return Layer(
         attention_norm=read(f"{prefix}.input_layernorm.weight"),
-        qkv=projection("self_attn.q", "self_attn.k", "self_attn.v"),
+        qkv=(projection(q), projection(*both)) if is_last else (projection(q, *both),),
         output=projection("self_attn.o"),
         mlp_norm=read(f"{prefix}.post_attention_layernorm.weight"),
         gate_up=projection("mlp.gate", "mlp.up"),

@@ -13,8 +13,8 @@ from safetensors import safe_open
 
 from kvass.common.kernels.seam import PagedKv, Plan
 from kvass.common.model.checkpoint import open_checkpoint
-from kvass.common.model.llama import CountsOf, Llama, Read
-from kvass.common.model.products import any_count
+from kvass.common.model.llama import Llama, Read
+from kvass.common.model.projection import ProjectionOf, of_any_count
 from kvass.common.model.spec import ModelSpec
 
 
@@ -44,13 +44,13 @@ def load_model(
     spec: ModelSpec,
     *,
     dtype: torch.dtype = torch.bfloat16,
-    counts_of: CountsOf = any_count,
+    projection_of: ProjectionOf = of_any_count,
 ) -> Model:
     """Load and fuse the weights in `dtype`; raises Invalid if a tensor is missing or misshapen.
 
-    `counts_of` says which row counts each product may use (`Products.counts_of`).
+    `projection_of` says how each product is computed (`Products.projection`).
     """
-    return MODELS[spec.architecture](spec, _reader(model_dir, spec, dtype), counts_of)
+    return MODELS[spec.architecture](spec, _reader(model_dir, spec, dtype), projection_of)
 
 
 def _reader(model_dir: Path, spec: ModelSpec, dtype: torch.dtype) -> Read:

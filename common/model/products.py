@@ -1,6 +1,8 @@
-"""Which row counts of the model's matrix products give a row the same bits: found out, not assumed.
+"""How the model's matrix products give a row the same bits in any company.
 
-A matrix library picks its kernel, and how threads share the rows, by the number of rows; one kernel
+Where the machine has bf16 dot products, bf16 weights are packed (`kernels/packed.py`): those sums
+have one order. Elsewhere torch multiplies, with row counts that agree: found out, not assumed. A
+matrix library picks its kernel, and how threads share the rows, by the number of rows; one kernel
 may sum in another order than the next. So `Products.counts_of` compares every count of a short list
 with the largest in which a row's place changes nothing, on this machine, with the thread counts
 that the runner uses, and `layers.linear` computes with the counts that agree and with no other.
@@ -8,7 +10,8 @@ that the runner uses, and `layers.linear` computes with the counts that agree an
 The compared rows are made to tell: each is x ‖ x times w ‖ -w, shuffled, so that the exact result
 is zero and what comes out is nothing but the rounding of one order of summation. With ordinary
 numbers bf16 hides another order but once in some thousand values. For the same reason a hash of
-these results tells machines apart (`digest`); so the numbers are made by exact operations only.
+these results tells machines apart (`digest`), those of packed weights too; so the numbers are made
+by exact operations only.
 
 Measured with torch 2.13, two threads. bf16 with AVX512-BF16: 1 row differs from more rows for some
 shapes (48 inputs, 1,536, 4,096), 2 and more never; without it (AVX-512 alone) every odd count
@@ -28,6 +31,10 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+from kvass.common.kernels import packed
+from kvass.common.kernels.packed import PackedWeight
+from kvass.common.model.projection import Projection, TorchProjection
 
 # A step's rows are padded to one of these, so a step computes at most a fifth more than it needs,
 # and a kernel is built for few sizes. More rows are computed in pieces of the last: by then a
@@ -59,6 +66,10 @@ class Kind(NamedTuple):
     dtype: torch.dtype
     has_bias: bool
 
+    @classmethod
+    def of(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> Kind:
+        return cls(weight.shape[0], weight.shape[1], weight.dtype, bias is not None)
+
     def __str__(self) -> str:
         bias = ", bias" if self.has_bias else ""
         return f"{self.outputs}x{self.inputs} {str(self.dtype).removeprefix('torch.')}{bias}"
@@ -66,35 +77,60 @@ class Kind(NamedTuple):
 
 @dataclass(slots=True)
 class Products:
-    """The row counts of one model's products, searched when a kind of product is first met.
+    """One model's products, each kind of them tried when it is first met.
 
-    Mutable fields: `found` (safe counts by kind; empty: none were), `failures` (what was found in
-    place of safe counts), `_bits` (of what the searched products gave).
+    Mutable fields: `packed` (kinds of packed weights), `found` (safe counts of torch's products by
+    kind; empty: none were), `failures` (what was found in place of safe counts), `_bits` (of what
+    the tried products gave).
     """
 
     uses: Sequence[Use]
+    packed: set[Kind] = field(default_factory=set)
     found: dict[Kind, tuple[int, ...]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     _bits: blake2b = field(default_factory=lambda: blake2b(digest_size=8))
 
+    def projection(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Projection:
+        """Return what multiplies by this weight; it may keep a copy of its own instead."""
+        if weight.dtype != torch.bfloat16 or not packed.available():
+            return TorchProjection(weight, bias, self.counts_of(weight, bias))
+        kind = Kind.of(weight, bias)
+        if kind not in self.packed:
+            self.packed.add(kind)
+            self._note_packed(kind)
+        return PackedWeight.of(weight, bias, self._threads)
+
     def counts_of(self, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[int, ...]:
         """Return the row counts for `layers.linear`; empty when none are safe."""
-        kind = Kind(weight.shape[0], weight.shape[1], weight.dtype, bias is not None)
+        kind = Kind.of(weight, bias)
         if kind not in self.found:
             self.found[kind] = self._search(kind)
         return self.found[kind]
 
     @property
     def reason(self) -> str:
-        """Say what was found: the counts, or the products that have none."""
+        """Say what is used: packed weights, or row counts, or which products have none."""
         kinds = self.found.values()
         counts = [c for c in COUNTS if all(c in safe for safe in kinds if safe and c <= safe[-1])]
-        return "; ".join(self.failures) or f"products of {_joined(counts)} rows"
+        packs = ["products of packed weights, of any number of rows"] if self.packed else []
+        counted = [f"products of {_joined(counts)} rows"] if kinds or not packs else []
+        return "; ".join(self.failures or [*packs, *counted])
 
     @property
     def digest(self) -> str:
         """Name the bits that these products give: equal on machines that compute the same."""
         return self._bits.hexdigest()
+
+    @property
+    def _threads(self) -> int:
+        return max(use.threads for use in self.uses)
+
+    def _note_packed(self, kind: Kind) -> None:
+        """Note the bits that tell this order of sums: outputs and rows are alike, so a few do."""
+        few = kind._replace(outputs=min(kind.outputs, _TABLE_ROWS))
+        rows, weight, bias = _telling(few, WIDE_ROWS)
+        product = PackedWeight.of(weight, bias, self._threads)
+        self._bits.update(product.logits(rows).view(torch.uint8).numpy().data)
 
     @torch.inference_mode()
     def _search(self, kind: Kind) -> tuple[int, ...]:
@@ -144,22 +180,7 @@ class _Trial:
 
     @classmethod
     def of(cls, kind: Kind, count: int) -> _Trial:
-        generator = torch.Generator().manual_seed(1)
-        half = kind.inputs // 2
-        order = torch.randperm(kind.inputs, generator=generator)
-
-        def twice(size: int, sign: int) -> torch.Tensor:
-            part = torch.rand(size, half, generator=generator) * 2 - 1
-            part = part * part * part  # Magnitudes far apart round more.
-            rest = torch.zeros(size, kind.inputs - 2 * half)
-            return torch.cat([part, sign * part, rest], 1)[:, order].to(kind.dtype)
-
-        rows = twice(count, 1)
-        table = twice(min(kind.outputs, _TABLE_ROWS), -1)
-        weight = table.repeat(-(-kind.outputs // len(table)), 1)[: kind.outputs].contiguous()
-        bias = None
-        if kind.has_bias:  # as small as the results, or it would hide them
-            bias = (2**-20 * torch.rand(kind.outputs, generator=generator)).to(kind.dtype)
+        rows, weight, bias = _telling(kind, count)
         return cls(rows, weight, bias, F.linear(rows, weight, bias))
 
     def cut(self, count: int) -> _Trial:
@@ -176,12 +197,28 @@ class _Trial:
         return torch.equal(last, self.expected[-count:])
 
 
+def _telling(kind: Kind, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Draw rows, a weight and a bias whose product is the rounding of its sums."""
+    generator = torch.Generator().manual_seed(1)
+    half = kind.inputs // 2
+    order = torch.randperm(kind.inputs, generator=generator)
+
+    def twice(size: int, sign: int) -> torch.Tensor:
+        part = torch.rand(size, half, generator=generator) * 2 - 1
+        part = part * part * part  # Magnitudes far apart round more.
+        rest = torch.zeros(size, kind.inputs - 2 * half)
+        return torch.cat([part, sign * part, rest], 1)[:, order].to(kind.dtype)
+
+    rows = twice(count, 1)
+    table = twice(min(kind.outputs, _TABLE_ROWS), -1)
+    weight = table.repeat(-(-kind.outputs // len(table)), 1)[: kind.outputs].contiguous()
+    bias = None
+    if kind.has_bias:  # as small as the results, or it would hide them
+        bias = (2**-20 * torch.rand(kind.outputs, generator=generator)).to(kind.dtype)
+    return rows, weight, bias
+
+
 def _joined(counts: Sequence[int]) -> str:
     """Return counts as text, the middle of a long list left out."""
     words = [str(count) for count in counts]
     return ", ".join(words if len(words) <= 8 else [*words[:6], "…", words[-1]]) or "none"
-
-
-def any_count(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[int, ...]:
-    """Promise nothing: compute as many rows as there are."""
-    return ()

@@ -1,0 +1,53 @@
+"""A weight [out, in] that rows are multiplied by: what the models' layers hold.
+
+Two things can be one: `kernels/packed.PackedWeight`, where the machine has the instructions, and
+`TorchProjection`. Which one it is gets decided once, when a model is loaded
+(`Products.projection`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kvass.common.model.layers import linear, logits
+
+
+class Projection(Protocol):
+    """Multiplies rows [N, in] by a weight and adds its bias, if it has one."""
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the product [N, out] in the rows' dtype."""
+        ...
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return it in float32, precise where it is greatest."""
+        ...
+
+
+# Given a weight [out, in] and its bias [out] or None.
+ProjectionOf = Callable[[torch.Tensor, torch.Tensor | None], Projection]
+
+
+@dataclass(frozen=True, slots=True)
+class TorchProjection:
+    """A weight, its bias, and the row counts to compute it with (`products`; empty: any)."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    counts: Sequence[int]
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return linear(rows, self.weight, self.bias, self.counts)
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        assert self.bias is None
+        return logits(rows, self.weight, self.counts)
+
+
+def of_any_count(weight: torch.Tensor, bias: torch.Tensor | None) -> Projection:
+    """Promise nothing: compute as many rows as there are."""
+    return TorchProjection(weight, bias, ())
