@@ -26,18 +26,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from safetensors.torch import load_file, save_file
 
 import rig
 from kvass.common.block import SCALE_BYTES, BlockLayout, KvDtype
-from kvass.common.kernels.torch_paged import TorchPagedKv
+from kvass.common.kernels.paged import paged_kv
+from kvass.common.kernels.seam import PagedKv
+from kvass.common.kernels.turn import Turn
 from kvass.common.model.block_error import BOUNDS, block_error, block_errors
 from kvass.common.model.load import Model, load_model
 from kvass.common.model.products import Products
-from kvass.common.model.rope import angles, inverse_frequencies, rotate
+from kvass.common.model.rope import angles, inverse_frequencies
 from kvass.common.model.runner import Rows, Runner, uses
 from kvass.common.model.spec import ModelSpec, load_spec
 from kvass.common.pool.memory import SlotMemory
@@ -77,13 +79,13 @@ class Work:
         return block_error(self.memory, self.layout, block, self.blocks)
 
     def compute(self, model: Model, chunk: int = CHUNK) -> Work:
-        runner = Runner(model, TorchPagedKv(self.memory, self.layout, self.spec.heads), BLOCK)
+        runner = Runner(model, paged_kv(self.memory, self.layout, self.spec.heads), BLOCK)
         for start in range(0, len(self.tokens), chunk):
             slots = list(range(self.blocks))
             runner.run([Rows(self.tokens[start : start + chunk], start, slots)])
         return self
 
-    def compute_block(self, model: Model, kv: TorchPagedKv, block: int, tokens: list[int]) -> None:
+    def compute_block(self, model: Model, kv: PagedKv[Any], block: int, tokens: list[int]) -> None:
         """Compute one block upon those before it, into the free slot."""
         slots = [*range(block), self.blocks]
         Runner(model, kv, BLOCK).run([Rows(tokens, block * BLOCK, slots)])
@@ -97,13 +99,14 @@ class Work:
         return float(block_errors(both, self.layout, slots[:count], slots[count:]).max())
 
 
-class OffByOne(TorchPagedKv):
+class OffByOne:
     """Stores the last layer's K as if each token stood one position further."""
 
     def __init__(self, work: Work) -> None:
-        super().__init__(work.memory, work.layout, work.spec.heads)
+        self._kv: PagedKv[Any] = paged_kv(work.memory, work.layout, work.spec.heads)
+        self.plan, self.attend = self._kv.plan, self._kv.attend
         self._last_layer = work.spec.layers - 1
-        self._turn = angles(torch.tensor([1]), inverse_frequencies(work.spec))
+        self._one = angles(torch.tensor([1]), inverse_frequencies(work.spec))
 
     def append(
         self,
@@ -112,9 +115,13 @@ class OffByOne(TorchPagedKv):
         v: torch.Tensor,
         slots: torch.Tensor,
         offsets: torch.Tensor,
+        turn: Turn | None = None,
     ) -> None:
-        turned = rotate(k, *self._turn) if layer == self._last_layer else k
-        super().append(layer, turned, v, slots, offsets)
+        assert turn is not None
+        if layer == self._last_layer:
+            (cosine, sine), (of_one, sine_of_one) = turn, self._one
+            turn = Turn(cosine * of_one - sine * sine_of_one, sine * of_one + cosine * sine_of_one)
+        self._kv.append(layer, k, v, slots, offsets, turn)
 
 
 # --- honest work ----------------------------------------------------------------------------------
@@ -132,7 +139,7 @@ def in_company(model: Model, work: Work) -> Work:
     again = Work.of(work.spec, work.layout.kv_dtype, [*work.tokens, *work.tokens])
     slots = list(range(2 * work.blocks))
     turned = slots[work.blocks :][::-1]
-    runner = Runner(model, TorchPagedKv(again.memory, work.layout, work.spec.heads), BLOCK)
+    runner = Runner(model, paged_kv(again.memory, work.layout, work.spec.heads), BLOCK)
     for start in range(0, len(work.tokens), OTHER_CHUNK):
         piece = work.tokens[start : start + OTHER_CHUNK]
         beside = Rows([token ^ 1 for token in piece], start, slots[: work.blocks])
@@ -227,7 +234,7 @@ def position_off_by_one(work: Work, model: Model, block: int, rng: random.Random
 def another_token(work: Work, model: Model, block: int, rng: random.Random) -> None:
     tokens = list(work.tokens[block * BLOCK :][:BLOCK])
     tokens[-1] = (tokens[-1] + 1 + rng.randrange(1000)) % work.spec.vocab_size
-    kv = TorchPagedKv(work.memory, work.layout, work.spec.heads)
+    kv = paged_kv(work.memory, work.layout, work.spec.heads)
     work.compute_block(model, kv, block, tokens)
 
 

@@ -1,8 +1,8 @@
 """What does it cost that a row's bits never depend on its company?
 
-    as served    products of row counts that were shown to be safe, attention in a fixed key tile
-                 with aligned rows
-    any counts   the same code with as many rows as there are, in products and in attention
+    as served    products of row counts that were shown to be safe; compiled attention, whose bits
+                 never depend on company (without a compiler torch's, with aligned rows)
+    any counts   the same code with as many rows as there are in products
     dense sdpa   products of as many rows as there are, and torch's own fused attention over dense
                  bf16 KV: no pages, no fixed tile (and no quantisation)
 
@@ -23,7 +23,6 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -33,7 +32,8 @@ import torch.nn.functional as F
 
 import rig
 from kvass.common.block import BlockLayout
-from kvass.common.kernels.torch_paged import TorchPagedKv
+from kvass.common.kernels.paged import paged_kv
+from kvass.common.kernels.turn import Turn, turned
 from kvass.common.model.load import load_model
 from kvass.common.model.products import Products
 from kvass.common.model.runner import Rows, Runner, uses
@@ -90,14 +90,17 @@ class DenseKv:
         v: torch.Tensor,
         slots: torch.Tensor,
         offsets: torch.Tensor,
+        turn: Turn | None = None,
     ) -> None:
         requests, blocks = slots // TABLE_BLOCKS, slots % TABLE_BLOCKS
         positions = blocks * BLOCK + offsets
-        for part, rows in enumerate((k, v)):
+        for part, rows in enumerate((turned(k, turn), v)):
             self.memory[layer, part][requests, :, positions] = rows.to(torch.bfloat16)
 
-    def attend(self, layer: int, q: torch.Tensor, plan: DensePlan) -> torch.Tensor:
-        queries = q.to(torch.bfloat16)
+    def attend(
+        self, layer: int, q: torch.Tensor, plan: DensePlan, turn: Turn | None = None
+    ) -> torch.Tensor:
+        queries = turned(q, turn).to(torch.bfloat16)
         if plan.is_one_request:
             request = int(plan.requests[0])
             k, v = self.memory[layer, :, request : request + 1, :, : plan.stop]
@@ -121,12 +124,10 @@ def runners(folder: Path) -> dict[str, Runner]:
     free = load_model(folder, spec)
     memory = SlotMemory(layout, max(BATCHES) * TABLE_BLOCKS)
     memory.array.fill(0x22)  # some number: untouched pages are all one page, and read too fast
-    aligned = TorchPagedKv(memory, layout, spec.heads)
-    loose = TorchPagedKv(memory, layout, spec.heads)
-    loose.shape = replace(loose.shape, row_alignment=1)
+    paged = paged_kv(memory, layout, spec.heads)
     return {
-        SERVED: Runner(safe, aligned, BLOCK),
-        ANY: Runner(free, loose, BLOCK),
+        SERVED: Runner(safe, paged, BLOCK),
+        ANY: Runner(free, paged, BLOCK),
         DENSE: Runner(free, DenseKv(spec, max(BATCHES)), BLOCK),
     }
 

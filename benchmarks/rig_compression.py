@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from kvass.common.block import BlockLayout, KvDtype
 from kvass.common.config import DEFAULT_MODEL
-from kvass.common.kernels.torch_paged import TorchPagedKv
+from kvass.common.kernels.paged import paged_kv
 from kvass.common.model.fetch import resolve_model
 from kvass.common.model.load import Model, load_model
 from kvass.common.model.spec import load_spec
@@ -44,7 +44,7 @@ def blocks_of(model: Model, layout: BlockLayout, ids: list[int]) -> Bytes:
     rows = torch.arange(len(ids))
     count = len(ids) // BLOCK_TOKENS
     memory = SlotMemory(layout, count)
-    kv = TorchPagedKv(memory, layout, model.spec.heads)
+    kv = paged_kv(memory, layout, model.spec.heads)
     plan = kv.plan(torch.arange(count)[None], torch.zeros_like(rows), rows)
     places = (rows // BLOCK_TOKENS, rows % BLOCK_TOKENS)
     with torch.inference_mode():

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvass.common.block import BlockLayout, KvDtype
-from kvass.common.kernels.torch_paged import TorchPagedKv
+from kvass.common.kernels.paged import paged_kv
 from kvass.common.model.llama import Llama
 from kvass.common.model.load import Model
 from kvass.common.model.products import Products
@@ -96,7 +96,7 @@ class Bench:
         layout = BlockLayout(spec.layers, spec.kv_heads, spec.head_dim, BLOCK, self.kv_dtype)
         self.memory = SlotMemory(layout, self.slots)
         self.memory.array.fill(GARBAGE)
-        kv = TorchPagedKv(self.memory, layout, spec.heads)
+        kv = paged_kv(self.memory, layout, spec.heads)
         assert kv.deterministic
         self.runner = Runner(self.model, kv, BLOCK)
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kvass.common.kernels.turn import Turn, turned
+
 
 @dataclass(frozen=True)
 class DensePlan:
@@ -37,13 +39,15 @@ class DenseKv:
         v: torch.Tensor,
         slots: torch.Tensor,
         offsets: torch.Tensor,
+        turn: Turn | None = None,
     ) -> None:
-        assert k.dtype == v.dtype == torch.float32
-        self.memory[layer, 0, slots, offsets] = k
-        self.memory[layer, 1, slots, offsets] = v
+        self.memory[layer, 0, slots, offsets] = turned(k, turn)
+        self.memory[layer, 1, slots, offsets] = v.float()
 
-    def attend(self, layer: int, q: torch.Tensor, plan: DensePlan) -> torch.Tensor:
-        assert q.dtype == torch.float32
+    def attend(
+        self, layer: int, q: torch.Tensor, plan: DensePlan, turn: Turn | None = None
+    ) -> torch.Tensor:
+        q = turned(q, turn)
         share = q.shape[1] // self.memory.shape[4]
         outputs = torch.empty_like(q)
         for row, (table, position) in enumerate(

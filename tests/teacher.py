@@ -8,7 +8,7 @@ from pydoc_data.topics import topics
 import torch
 
 from kvass.common.block import BlockLayout
-from kvass.common.kernels.torch_paged import TorchPagedKv
+from kvass.common.kernels.paged import paged_kv
 from kvass.common.model.load import Model
 from kvass.common.model.tokenizer import Tokenizer
 from kvass.common.pool.memory import SlotMemory
@@ -31,7 +31,7 @@ def logits_of(model: Model, ids: list[int]) -> torch.Tensor:
     layout = BlockLayout(spec.layers, spec.kv_heads, spec.head_dim, BLOCK_TOKENS, "bf16")
     rows = torch.arange(len(ids))
     blocks = -(-len(ids) // BLOCK_TOKENS)
-    kv = TorchPagedKv(SlotMemory(layout, blocks), layout, spec.heads)
+    kv = paged_kv(SlotMemory(layout, blocks), layout, spec.heads)
     plan = kv.plan(torch.arange(blocks)[None], torch.zeros_like(rows), rows)
     logits = model.forward(
         *(torch.tensor(ids), rows, kv, plan, None),

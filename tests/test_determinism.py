@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from bit_models import BLOCK, SPECS, Bench, blocks_of, model_of
 from kvass.common.block import KV_DTYPES, BlockLayout, KvDtype
 from kvass.common.config import DEFAULT_MODEL
-from kvass.common.kernels.torch_paged import TorchPagedKv
+from kvass.common.kernels.paged import paged_kv
 from kvass.common.model.fetch import resolve_model
 from kvass.common.model.llama import Llama
 from kvass.common.model.load import load_model
@@ -165,7 +165,7 @@ def test_the_default_model_gives_the_same_bits_in_any_company_on_any_thread_coun
     layout = BlockLayout(spec.layers, spec.kv_heads, spec.head_dim, BLOCK, "fp8")
     memory = SlotMemory(layout, 128)
     memory.array.fill(0xFF)
-    runner = Runner(model, TorchPagedKv(memory, layout, spec.heads), BLOCK)
+    runner = Runner(model, paged_kv(memory, layout, spec.heads), BLOCK)
     prompts = [
         [(977 * index + 31 * number + 5) % spec.vocab_size for index in range(70 + 9 * number)]
         for number in range(5)

@@ -83,7 +83,7 @@ def test_a_worker_that_found_row_counts_says_which(
     load = load_of(engine)
     assert load["deterministic"] == "yes"
     reason = str(load["deterministic_reason"])
-    assert "512 rows" in reason and "attention rows in multiples of " in reason
+    assert "512 rows" in reason and "attention compiled for " in reason
     assert f"deterministic: yes ({reason})" in caplog.text
     assert not doubts([{"id": "decode-0", "load": load}])
     assert str(engine.fields["device_kind"]).startswith("cpu ")

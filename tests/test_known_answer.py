@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from kvass.common.block import KV_DTYPES, BlockLayout, KvDtype
 from kvass.common.config import WorkerConfig
 from kvass.common.errors import Invalid, Unavailable
-from kvass.common.kernels.torch_paged import TorchPagedKv
+from kvass.common.kernels.paged import paged_kv
+from kvass.common.kernels.turn import Turn
 from kvass.common.model.engine import pool_slots
 from kvass.common.model.known_answer import check, known_answer
 from kvass.common.model.load import load_model
@@ -63,7 +64,7 @@ class Worker:
         self.spec: ModelSpec = load_spec(model_dir)
         self.layout = BlockLayout(2, 2, 16, BLOCK, kv_dtype)
         self.memory = SlotMemory(self.layout, 8)
-        self.kv = TorchPagedKv(self.memory, self.layout, self.spec.heads)
+        self.kv = paged_kv(self.memory, self.layout, self.spec.heads)
         self.runner = Runner(load_model(model_dir, self.spec), self.kv, BLOCK)
         self.answer = known_answer(model_dir, self.spec, model_dir / "answer.safetensors")
 
@@ -107,11 +108,11 @@ def k_and_v_exchanged(worker: Worker) -> None:
     append = worker.kv.append
 
     def faulty(
-        layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, offsets: torch.Tensor
+        layer: int, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor | Turn | None
     ) -> None:
-        append(layer, *((v, k) if layer == 1 else (k, v)), slots, offsets)
+        append(layer, *((v, k) if layer == 1 else (k, v)), *rest)  # type: ignore[arg-type]
 
-    worker.kv.append = faulty  # type: ignore[method-assign]
+    worker.kv.append = faulty  # type: ignore[assignment, method-assign]
 
 
 def attention_to_the_wrong_tokens(worker: Worker) -> None:
@@ -120,7 +121,7 @@ def attention_to_the_wrong_tokens(worker: Worker) -> None:
     def faulty(tables: torch.Tensor, row_table: torch.Tensor, row_position: torch.Tensor) -> object:
         return plan(tables, row_table, row_position.clamp(max=3))
 
-    worker.kv.plan = faulty  # type: ignore[assignment, method-assign]
+    worker.kv.plan = faulty  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 import teacher
 from kvass.common.block import BlockLayout
 from kvass.common.config import DEFAULT_MODEL
-from kvass.common.kernels.torch_paged import TorchPagedKv
+from kvass.common.kernels.paged import paged_kv
 from kvass.common.model.fetch import resolve_model
 from kvass.common.model.load import Model, load_model
 from kvass.common.model.products import Products
@@ -56,7 +56,7 @@ def test_it_knows_the_capital_of_france(model: Model, tokenizer: Tokenizer, kv_d
     ids = tokenizer.render_chat([{"role": "user", "content": question}])
     spec = model.spec
     layout = BlockLayout(spec.layers, spec.kv_heads, spec.head_dim, 16, kv_dtype)
-    kv = TorchPagedKv(SlotMemory(layout, 8), layout, spec.heads)
+    kv = paged_kv(SlotMemory(layout, 8), layout, spec.heads)
     table = torch.tensor([5, 2, 7, 0, 1, 3, 4, 6])
     rows = torch.arange(len(ids))
     start = len(ids)
@@ -96,7 +96,7 @@ def test_logits_do_not_depend_on_the_rows_beside(model: Model, tokenizer: Tokeni
     ids = teacher.texts(tokenizer, 1)[0][:200]
     spec = model.spec
     layout = BlockLayout(spec.layers, spec.kv_heads, spec.head_dim, 16, "bf16")
-    kv = TorchPagedKv(SlotMemory(layout, 13), layout, spec.heads)
+    kv = paged_kv(SlotMemory(layout, 13), layout, spec.heads)
     table = torch.arange(13)[None]
 
     def run(rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

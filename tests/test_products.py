@@ -10,11 +10,12 @@ import torch.nn.functional as F
 
 from kvass.common.kernels.formats import encode
 from kvass.common.kernels.rotation import hadamard, multiply_rows
+from kvass.common.kernels.turn import turned
 from kvass.common.model import products
 from kvass.common.model.device_kind import device_kind
 from kvass.common.model.layers import gated_silu, linear, logits, rms_norm
 from kvass.common.model.products import COUNTS, Kind, Products, Use
-from kvass.common.model.rope import angles, rotate
+from kvass.common.model.rope import angles
 
 THREADS = (1, 2)
 ROWS = 130
@@ -154,13 +155,14 @@ def test_only_counts_that_a_use_can_come_to_are_tried(monkeypatch: pytest.Monkey
 
 
 def test_the_digest_tells_other_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    def kind() -> str:
+    def kind(kernels: str = "torch") -> str:
         found = Products([Use(1, 8)])
         found.counts_of(torch.empty(48, 64, dtype=torch.bfloat16), None)
-        return device_kind(found)
+        return device_kind(found, kernels)
 
     ours = kind()
     assert ours == kind() and ours.startswith("cpu ")
+    assert kind("others") != ours
     with monkeypatch.context() as patch:
         # Another order of summation, as another kernel may have it.
         real, order = F.linear, torch.arange(64).flip(0)
@@ -209,10 +211,10 @@ def test_rope_rotation_and_formats_do_not_depend_on_company(depth: int) -> None:
     rows = torch.randn(ROWS, 3, depth)
     rows[:, 0, 0] = torch.arange(ROWS)  # each row's position, which goes where it goes
 
-    def turned(part: torch.Tensor) -> torch.Tensor:
-        cosine, sine = angles(part[:, 0, 0].long(), frequencies)
-        return multiply_rows(rotate(part, cosine, sine), matrix)
+    def stored(part: torch.Tensor) -> torch.Tensor:
+        turn = angles(part[:, 0, 0].long(), frequencies)
+        return multiply_rows(turned(part, turn), matrix)
 
-    assert not differing(turned, rows)
+    assert not differing(stored, rows)
     assert not differing(lambda part: encode(part, "fp8")[0].view(torch.uint8), rows)
     assert not differing(lambda part: encode(part, "int8")[0], rows)

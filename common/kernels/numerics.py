@@ -7,4 +7,4 @@ its libraries make of the same version is `model/device_kind.py`'s to say.
 from __future__ import annotations
 
 # Bump it whenever an implementation changes a bit of what is stored.
-NUMERICS = "torch-1"
+NUMERICS = "paged-2"

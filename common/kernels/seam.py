@@ -4,6 +4,8 @@
 pool and attention reads the pool, for the tokens of the current step too. A row's bits depend only
 on its query, its position and the stored blocks before it: not on the batch, the chunk or the pool.
 
+k, v and q are float32 or bf16, and may be views of one product's rows.
+
 Shape letters: N rows (one query token each), Q query heads, H KV heads, D head_dim, G block tables.
 """
 
@@ -12,6 +14,8 @@ from __future__ import annotations
 from typing import Protocol, TypeVar
 
 import torch
+
+from kvass.common.kernels.turn import Turn
 
 Plan = TypeVar("Plan")
 
@@ -37,13 +41,18 @@ class PagedKv(Protocol[Plan]):
         v: torch.Tensor,
         slots: torch.Tensor,
         offsets: torch.Tensor,
+        turn: Turn | None = None,
     ) -> None:
-        """Quantise and store new KV of `layer`: k (after rope), v float32 [M, H, D], into token
-        `offsets` int64 [M] (0 … block_tokens-1) of `slots` int64 [M]. Rotates K (and V for integer
-        formats) itself. Touches no byte of any other token."""
+        """Quantise and store new KV of `layer`: k and v [M, H, D], into token `offsets` int64 [M]
+        (0 … block_tokens-1) of `slots` int64 [M]. Turns k by its rows' positions (`turn`, of these
+        M rows; None: it is turned already) and rotates K (and V for integer formats) itself.
+        Touches no byte of any other token."""
         ...
 
-    def attend(self, layer: int, q: torch.Tensor, plan: Plan) -> torch.Tensor:
-        """Return attention outputs float32 [N, Q, D] for queries float32 [N, Q, D] (after rope, not
-        scaled, not rotated); query head i reads KV head i // (Q / H)."""
+    def attend(
+        self, layer: int, q: torch.Tensor, plan: Plan, turn: Turn | None = None
+    ) -> torch.Tensor:
+        """Return attention outputs float32 [N, Q, D] for queries [N, Q, D] (not scaled, not
+        rotated; `turn` of these N rows, or None: turned already); query head i reads KV head
+        i // (Q / H)."""
         ...

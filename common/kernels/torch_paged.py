@@ -33,6 +33,7 @@ from kvass.common.kernels.paged_plan import (
 from kvass.common.kernels.paged_records import Scratch, records_of
 from kvass.common.kernels.rotation import hadamard, multiply_rows
 from kvass.common.kernels.row_counts import ALIGNMENTS, find_alignment
+from kvass.common.kernels.turn import Turn, turned
 from kvass.common.pool.memory import SlotMemory
 
 
@@ -65,6 +66,7 @@ class TorchPagedKv:
         alignment = find_alignment(
             tuple(per_head * rows for rows in ROW_TILES), layout.head_dim, key_tile
         )
+        self.bits = "torch"  # what torch makes of them: `model/device_kind.py` looks
         self.deterministic = alignment is not None
         self.reason = (
             f"attention rows in multiples of {alignment}"
@@ -114,10 +116,12 @@ class TorchPagedKv:
         v: torch.Tensor,
         slots: torch.Tensor,
         offsets: torch.Tensor,
+        turn: Turn | None = None,
     ) -> None:
-        """Quantise and store k and v float32 [M, H, D] at token `offsets` of `slots`, int64 [M]."""
+        """Quantise and store k and v [M, H, D] at token `offsets` of `slots`, int64 [M]."""
         layout, records = self._layout, self._records[layer]
-        rows = torch.stack([_rotated(k, self._rotate_k), _rotated(v, self._rotate_v)], 1)
+        k, v = _rotated(turned(k, turn), self._rotate_k), _rotated(v.float(), self._rotate_v)
+        rows = torch.stack([k, v], 1)
         codes, scales = encode(rows, layout.kv_dtype)
         split = (-1, 2, layout.head_groups, layout.group_heads)
         words = codes.view(records.word).view(*split, records.codes.shape[-1])
@@ -126,9 +130,12 @@ class TorchPagedKv:
             assert records.scales is not None
             records.scales.index_put_((slots, offsets), scales.view(split).transpose(1, 2))
 
-    def attend(self, layer: int, q: torch.Tensor, plan: Step) -> torch.Tensor:
-        """Return attention outputs float32 [N, Q, D] for queries float32 [N, Q, D]."""
+    def attend(
+        self, layer: int, q: torch.Tensor, plan: Step, turn: Turn | None = None
+    ) -> torch.Tensor:
+        """Return attention outputs float32 [N, Q, D] for queries [N, Q, D]."""
         assert q.shape[0] == plan.frame.row_count, (q.shape, plan.frame.row_count)
+        q = turned(q, turn)
         if not plan.groups:
             return torch.empty_like(q)
         queries = self._prepare(q)

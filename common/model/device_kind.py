@@ -2,10 +2,10 @@
 
 Workers whose names differ must not share blocks, so the name enters the namespace. It holds what an
 operator can act on (which instructions torch uses, torch's version, which instructions the compiled
-library uses) and a hash of results: of the
-model's own products, which tell every order of summation apart (`products`), and of every other
-operation that rounds as its library likes. Only a worker can know it: the gateway has no torch, and
-may run on another kind of machine.
+library uses) and a hash of results: of the model's own products, which tell every order of
+summation apart (`products`), of the kernels that store and attend, and of every other operation
+that rounds as its library likes. Only a worker can know it: the gateway has no torch, and may run
+on another kind of machine.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ from kvass.common.native import library
 
 
 @torch.inference_mode()
-def device_kind(products: Products) -> str:
-    """Name this process's arithmetic; to be called once the model's products were searched."""
-    digest = blake2b(products.digest.encode(), digest_size=8)
+def device_kind(products: Products, kernels: str) -> str:
+    """Name this process's arithmetic; to be called once the model's products were searched.
+
+    `kernels` names the bits of the paged pool's kernels (their `bits`).
+    """
+    digest = blake2b(f"{products.digest} {kernels}".encode(), digest_size=8)
     for values in _probes():
         digest.update(values.contiguous().view(torch.uint8).numpy().data)
     instructions = torch.backends.cpu.get_cpu_capability()

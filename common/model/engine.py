@@ -19,7 +19,7 @@ from kvass.common import keys
 from kvass.common.block import BlockLayout
 from kvass.common.config import Config, WorkerConfig
 from kvass.common.errors import Invalid
-from kvass.common.kernels.torch_paged import TorchPagedKv
+from kvass.common.kernels.paged import paged_kv
 from kvass.common.keys import Namespace
 from kvass.common.model import identity, known_answer
 from kvass.common.model.checkpoint import weights_digest
@@ -94,8 +94,8 @@ def open_engine(config: Config, worker: WorkerConfig, role: str) -> Engine:
     products = Products(uses())
     model = load_model(model_dir, spec, projection_of=products.projection)
     memory = SlotMemory(layout, slots)
-    kv = TorchPagedKv(memory, layout, spec.heads)
-    fields = identity.worker_fields(model_dir, spec, config.cluster, device_kind(products))
+    kv = paged_kv(memory, layout, spec.heads)
+    fields = identity.worker_fields(model_dir, spec, config.cluster, device_kind(products, kv.bits))
     namespace = identity.namespace_in(fields)
     assert namespace is not None
     runner = Runner(model, kv, layout.block_tokens)

@@ -22,6 +22,7 @@ from kvass.common.block import BlockLayout
 from kvass.common.errors import Unavailable
 from kvass.common.kernels.formats import CODE_DTYPES, decode
 from kvass.common.kernels.rotation import hadamard
+from kvass.common.kernels.turn import Turn, turned
 from kvass.common.model.load import load_model
 from kvass.common.model.runner import Rows, Runner
 from kvass.common.model.spec import ModelSpec
@@ -132,11 +133,15 @@ class _DenseKv:
         v: torch.Tensor,
         slots: torch.Tensor,
         offsets: torch.Tensor,
+        turn: Turn | None = None,
     ) -> None:
         assert layer == len(self.stored)
-        self.stored.append(torch.stack([k, v]))
+        self.stored.append(torch.stack([turned(k, turn), v.float()]))
 
-    def attend(self, layer: int, q: torch.Tensor, plan: None) -> torch.Tensor:
+    def attend(
+        self, layer: int, q: torch.Tensor, plan: None, turn: Turn | None = None
+    ) -> torch.Tensor:
+        q = turned(q, turn)
         k, v = self.stored[layer].repeat_interleave(self._repeat, dim=2).unbind(0)
         scores = torch.einsum("nqd,mqd->qnm", q, k) * q.shape[-1] ** -0.5
         future = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)

@@ -18,9 +18,10 @@ from typing import Generic
 import torch
 
 from kvass.common.kernels.seam import PagedKv, Plan
+from kvass.common.kernels.turn import Turn
 from kvass.common.model.layers import add_norm, gated_silu, rms_norm
 from kvass.common.model.projection import Projection, ProjectionOf
-from kvass.common.model.rope import angles, inverse_frequencies, rotate
+from kvass.common.model.rope import angles, inverse_frequencies
 from kvass.common.model.spec import ModelSpec
 
 Read = Callable[[str], torch.Tensor]
@@ -73,7 +74,8 @@ class Llama:
         computed and nothing is returned. `plan` is `kv.plan(…)` of the same rows.
         """
         turn = angles(positions, self._frequencies)
-        step = _Step(kv, plan, *turn, write_rows, slots, offsets)
+        write_turn = turn if write_rows is None else turn.of_rows(write_rows)
+        step = _Step(kv, plan, turn, write_turn, write_rows, slots, offsets)
         rows = self._embedding[tokens].float()
         normed = rms_norm(rows, self._layers[0].attention_norm, self.spec.rms_norm_eps)
         for index, (layer, after) in enumerate(pairwise(self._layers)):
@@ -118,26 +120,23 @@ class Llama:
 
 @dataclass(frozen=True, slots=True)
 class _Step(Generic[Plan]):
-    """What one step's layers share. `cosine` and `sine` float32 [N, 1, D/2]."""
+    """What one step's layers share. `turn` is of all rows, `write_turn` of the rows to write."""
 
     kv: PagedKv[Plan]
     plan: Plan
-    cosine: torch.Tensor
-    sine: torch.Tensor
+    turn: Turn
+    write_turn: Turn
     write_rows: torch.Tensor | None
     slots: torch.Tensor
     offsets: torch.Tensor
 
     def append(self, index: int, both: torch.Tensor) -> None:
         """Store the K and V of the rows to write; `both` [N, k heads ‖ v heads, D], before rope."""
-        cosine, sine, rows = self.cosine, self.sine, self.write_rows
-        if rows is not None:
-            both, cosine, sine = both[rows], cosine[rows], sine[rows]
-        k, v = both.chunk(2, dim=1)
-        self.kv.append(index, rotate(k, cosine, sine), v.float(), self.slots, self.offsets)
+        k, v = (both if self.write_rows is None else both[self.write_rows]).chunk(2, dim=1)
+        self.kv.append(index, k, v, self.slots, self.offsets, self.write_turn)
 
     def attend(self, index: int, q: torch.Tensor) -> torch.Tensor:
-        return self.kv.attend(index, rotate(q, self.cosine, self.sine), self.plan)
+        return self.kv.attend(index, q, self.plan, self.turn)
 
 
 def _read_layer(spec: ModelSpec, read: Read, projection_of: ProjectionOf, index: int) -> Layer:

@@ -1,4 +1,4 @@
-"""Rotary position embedding, in float32. One row's result depends on its position alone."""
+"""Rotary position embedding: a position's angles, in float32. `kernels/turn.py` turns by them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from kvass.common.kernels.turn import Turn
 from kvass.common.model.spec import Llama3Rope, ModelSpec
 
 
@@ -33,13 +34,7 @@ def _stretch(frequencies: torch.Tensor, rope: Llama3Rope) -> torch.Tensor:
     return torch.where(wavelengths < shortest, frequencies, stretched)
 
 
-def angles(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosine and sine for rows at `positions` int64 [N], each float32 [N, 1, D/2]."""
+def angles(positions: torch.Tensor, frequencies: torch.Tensor) -> Turn:
+    """Return the turn of rows at `positions` int64 [N]."""
     angle = positions.to(torch.float32)[:, None] * frequencies
-    return angle.cos()[:, None], angle.sin()[:, None]
-
-
-def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Rotate heads [N, H, D], channel i with channel i + D/2; returns float32."""
-    low, high = heads.to(torch.float32).chunk(2, dim=-1)
-    return torch.cat((low * cosine - high * sine, high * cosine + low * sine), dim=-1)
+    return Turn(angle.cos(), angle.sin())

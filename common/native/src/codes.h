@@ -1,0 +1,216 @@
+// Stored numbers as float32: rows of codes, and 16 rows turned over into one vector a number.
+//
+// Decoding is exact. e4m3 codes come out as their value / 256 (a code shifted into a float16's bits
+// reads so: common/kernels/formats.py); `kFactor` is put into the scale. A NaN code reads as 480.
+
+#pragma once
+
+#include "lanes.h"
+
+namespace {
+
+typedef unsigned char Bytes16 __attribute__((vector_size(16)));
+
+enum Format : int64_t { kFp8 = 0, kInt8 = 1, kBf16 = 2 };
+
+template <Format format>
+struct Codes;
+
+template <>
+struct Codes<kFp8> {
+  static constexpr int kBytes = 1;
+  static constexpr bool kScaled = true;
+  static constexpr float kFactor = 256.0f;
+  // Decodes 16 codes in a row.
+  static KVASS_INLINE Floats decode(const unsigned char* at) {
+#if defined(__AVX512F__)
+    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)at));
+    const __m256i half =
+        _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((int16_t)0xBFFF));
+    return {_mm512_cvtph_ps(half)};
+#elif defined(__AVX2__)
+    const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)at));
+    const __m256i half =
+        _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((int16_t)0xBFFF));
+    return {{_mm256_cvtph_ps(_mm256_castsi256_si128(half)),
+             _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1))}};
+#else
+    // As halves become floats: the exponent moves from a bias of 15 to 127, and what was subnormal is
+    // made normal by a subtraction, which is exact.
+    Floats out;
+    float* lane = reinterpret_cast<float*>(&out);
+    for (int i = 0; i < kLanes; i++) {
+      const uint32_t code = at[i], rest = (code & 0x7f) << 20;
+      uint32_t bits = rest + (112u << 23);
+      if (rest < (1u << 23)) {
+        const uint32_t shifted = rest + (113u << 23);
+        float value;
+        memcpy(&value, &shifted, 4);
+        value -= 0x1p-14f;
+        memcpy(&bits, &value, 4);
+      }
+      bits |= (code & 0x80) << 24;
+      memcpy(&lane[i], &bits, 4);
+    }
+    return out;
+#endif
+  }
+  static KVASS_INLINE Floats decode_turned(const unsigned char* at) { return decode(at); }
+};
+
+template <>
+struct Codes<kInt8> {
+  static constexpr int kBytes = 1;
+  static constexpr bool kScaled = true;
+  static constexpr float kFactor = 1.0f;
+  static KVASS_INLINE Floats decode(const unsigned char* at) {
+#if defined(__AVX512F__)
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)at)))};
+#elif defined(__AVX2__)
+    return {{_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)at))),
+             _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(at + 8))))}};
+#else
+    Floats out;
+    float* lane = reinterpret_cast<float*>(&out);
+    for (int i = 0; i < kLanes; i++) lane[i] = static_cast<signed char>(at[i]);
+    return out;
+#endif
+  }
+  static KVASS_INLINE Floats decode_turned(const unsigned char* at) { return decode(at); }
+};
+
+template <>
+struct Codes<kBf16> {
+  static constexpr int kBytes = 2;
+  static constexpr bool kScaled = false;
+  static constexpr float kFactor = 1.0f;
+  static KVASS_INLINE Floats decode(const unsigned char* at) {
+#if defined(__AVX512F__)
+    const __m256i words = _mm256_loadu_si256((const __m256i*)at);
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16))};
+#else
+    uint16_t words[kLanes];
+    memcpy(words, at, sizeof(words));
+    Ints out;
+    int32_t* lane = reinterpret_cast<int32_t*>(&out);
+    for (int i = 0; i < kLanes; i++) lane[i] = static_cast<int32_t>(words[i]) << 16;
+    return from_bits(out);
+#endif
+  }
+  // The low bytes of 16 numbers, then, a vector further, their high bytes.
+  static KVASS_INLINE Floats decode_turned(const unsigned char* at) {
+    Bytes16 low, high;
+    memcpy(&low, at, 16);
+    memcpy(&high, at + 16, 16);
+    const Bytes16 first = __builtin_shuffle(
+        low, high, Bytes16{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
+    const Bytes16 second = __builtin_shuffle(
+        low, high, Bytes16{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
+    unsigned char words[32];
+    memcpy(words, &first, 16);
+    memcpy(words + 16, &second, 16);
+    return decode(words);
+  }
+};
+
+// --- turning 16 rows of bytes over ---
+
+// Some columns of 16 bytes, side by side, that are turned over at once.
+struct Narrow {
+  static constexpr int kColumns = 1;
+  using Vector = Bytes16;
+  static KVASS_INLINE Vector low(Vector a, Vector b) {
+    return __builtin_shuffle(a, b,
+                             Bytes16{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
+  }
+  static KVASS_INLINE Vector high(Vector a, Vector b) {
+    return __builtin_shuffle(a, b,
+                             Bytes16{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
+  }
+};
+
+#if defined(__AVX512BW__)
+struct Wide {
+  static constexpr int kColumns = 4;
+  using Vector = __m512i;
+  static KVASS_INLINE Vector low(Vector a, Vector b) { return _mm512_unpacklo_epi8(a, b); }
+  static KVASS_INLINE Vector high(Vector a, Vector b) { return _mm512_unpackhi_epi8(a, b); }
+};
+#else
+using Wide = Narrow;
+#endif
+
+// Turns 16 rows, `step` bytes apart, over: byte b of all rows comes at 16 * kColumns * (b % 16) + 16 *
+// (b / 16) of `out`. Four rounds of a perfect shuffle of the rows.
+template <class Columns>
+KVASS_INLINE void turn_over(const unsigned char* rows, int64_t step, unsigned char* out) {
+  using Vector = typename Columns::Vector;
+  Vector a[16], b[16];
+  KVASS_UNROLL for (int i = 0; i < 16; i++) memcpy(&a[i], rows + i * step, sizeof(Vector));
+  KVASS_UNROLL for (int round = 0; round < 2; round++) {
+    KVASS_UNROLL for (int i = 0; i < 8; i++) {
+      b[2 * i] = Columns::low(a[i], a[i + 8]);
+      b[2 * i + 1] = Columns::high(a[i], a[i + 8]);
+    }
+    KVASS_UNROLL for (int i = 0; i < 8; i++) {
+      a[2 * i] = Columns::low(b[i], b[i + 8]);
+      a[2 * i + 1] = Columns::high(b[i], b[i + 8]);
+    }
+  }
+  KVASS_UNROLL for (int i = 0; i < 16; i++) memcpy(out + i * sizeof(Vector), &a[i], sizeof(Vector));
+}
+
+// Asks for a cache line that is decoded some thousand cycles later. Lines are asked for one by one,
+// between decoding others: a core stops when it has asked for some tens at once.
+KVASS_INLINE void ask_for(const unsigned char* at) { __builtin_prefetch(at, 0, 2); }
+
+// Decodes some columns of 16 rows to `out`, one vector of `out_step` floats' distance a number; asks
+// for as many bytes from `ahead` on.
+template <class Code, class Columns>
+KVASS_INLINE void decode_columns(const unsigned char* rows, int64_t step, float* out,
+                                 int64_t out_step, const unsigned char* ahead) {
+  alignas(64) unsigned char turned[16 * sizeof(typename Columns::Vector)];
+  turn_over<Columns>(rows, step, turned);
+  constexpr int kNumbers = 16 / Code::kBytes;
+  for (int column = 0; column < Columns::kColumns; column++)
+    KVASS_UNROLL for (int i = 0; i < kNumbers; i++) {
+      if (i % (kNumbers / 4) == 0) ask_for(ahead + 64 * (4 * column + i / (kNumbers / 4)));
+      const unsigned char* at = turned + 16 * (Columns::kColumns * i * Code::kBytes + column);
+      if constexpr (Code::kBytes == 1 || Columns::kColumns == 1) {
+        store(out + (column * kNumbers + i) * out_step, Code::decode_turned(at));
+      } else {
+        unsigned char pair[32];
+        memcpy(pair, at, 16);
+        memcpy(pair + 16, at + 16 * Columns::kColumns, 16);
+        store(out + (column * kNumbers + i) * out_step, Code::decode_turned(pair));
+      }
+    }
+}
+
+// Decodes 16 rows of `numbers` (a multiple of 16) to out[number][row]; `ahead` are 16 other rows.
+template <class Code>
+KVASS_INLINE void decode_turned_rows(const unsigned char* rows, int64_t numbers, float* out,
+                                     int64_t out_step, const unsigned char* ahead) {
+  const int64_t step = numbers * Code::kBytes;
+  int64_t done = 0;
+  for (; done + 16 * Wide::kColumns <= step; done += 16 * Wide::kColumns)
+    decode_columns<Code, Wide>(rows + done, step, out + done / Code::kBytes * out_step, out_step,
+                               ahead + 16 * done);
+  for (; done < step; done += 16)
+    decode_columns<Code, Narrow>(rows + done, step, out + done / Code::kBytes * out_step, out_step,
+                                 ahead + 16 * done);
+}
+
+// Decodes 16 rows of `numbers` to out[row][number]; `ahead` are 16 other rows.
+template <class Code>
+KVASS_INLINE void decode_rows(const unsigned char* rows, int64_t numbers, float* out,
+                              const unsigned char* ahead) {
+  constexpr int kStep = 64 / Code::kBytes;  // numbers of a line; as many rows make whole lines of all
+  for (int64_t i = 0; i < 16 * numbers; i += kStep) {
+    ask_for(ahead + i * Code::kBytes);
+    KVASS_UNROLL for (int at = 0; at < kStep; at += kLanes)
+      store(out + i + at, Code::decode(rows + (i + at) * Code::kBytes));
+  }
+}
+
+}  // namespace
