@@ -172,6 +172,11 @@ class NativePagedKv:
         )
 
     @property
+    def pool_address(self) -> int:
+        """Where the library's description of the pool is, for its other functions."""
+        return ctypes.addressof(self._pool)
+
+    @property
     def bits(self) -> str:
         """A name for the bits of this arithmetic."""
         return _bits(self._level)

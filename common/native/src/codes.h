@@ -6,12 +6,11 @@
 #pragma once
 
 #include "lanes.h"
+#include "pool.h"
 
 namespace {
 
 typedef unsigned char Bytes16 __attribute__((vector_size(16)));
-
-enum Format : int64_t { kFp8 = 0, kInt8 = 1, kBf16 = 2 };
 
 template <Format format>
 struct Codes;

@@ -17,7 +17,6 @@
 
 #include "level.h"
 
-#define KVASS_INLINE inline __attribute__((always_inline))
 #define KVASS_UNROLL _Pragma("GCC unroll 32")
 
 namespace {

@@ -15,3 +15,4 @@
 // kvass_copy at level avx2 is the symbol kvass_copy_avx2; library.py finds it by its level.
 #define KVASS_AT(name) KVASS_JOIN(name, KVASS_LEVEL)
 #define KVASS_PUBLIC extern "C" __attribute__((visibility("default")))
+#define KVASS_INLINE inline __attribute__((always_inline))

@@ -1,12 +1,15 @@
-// Plain reads of a pool's records: what memory gives to whoever only adds the words up, in the order
-// and on the threads of attention. For benchmarks/kernels.py.
+// Plain reads: what memory gives to whoever only adds the words up, of a pool's records in the order
+// and on the threads of attention, and of one range. For benchmarks/kernels.py.
 
-#include "paged.h"
+#include <cstring>
+
+#include "pool.h"
 #include "threads.h"
 
 namespace {
 
 constexpr int64_t kSplit = 1024;  // positions, as attention.cpp has them
+constexpr int64_t kPiece = 1 << 20;
 
 struct Reading {
   const Pool* pool;
@@ -56,7 +59,26 @@ void read_split(void* context, int64_t part) {
   work.sums[part] = sum;
 }
 
+struct Range {
+  const unsigned char* from;
+  int64_t size;
+  uint64_t* sums;
+};
+
+void read_piece(void* context, int64_t part) {
+  const Range& range = *static_cast<const Range*>(context);
+  const int64_t rest = range.size - part * kPiece;
+  range.sums[part] = sum_words(range.from + part * kPiece, rest < kPiece ? rest : kPiece);
+}
+
 }  // namespace
+
+// Reads `size` bytes in pieces of 1 MiB; `sums` has one value a piece.
+KVASS_PUBLIC void KVASS_AT(kvass_read_range)(const unsigned char* from, int64_t size, int64_t threads,
+                                             uint64_t* sums) {
+  Range range{from, size, sums};
+  kvass::parallel(static_cast<int>(threads), (size + kPiece - 1) / kPiece, read_piece, &range);
+}
 
 // Reads one layer's records of `rows` tables of `blocks` slots; `sums` has one value a row, split and
 // head.

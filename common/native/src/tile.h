@@ -11,6 +11,7 @@
 namespace {
 
 constexpr int kTile = 64, kStrips = kTile / kLanes;  // positions, at absolute multiples
+constexpr int64_t kAhead = kTile;
 constexpr float kNothing = -1.0e30f;  // the greatest score of no keys; finite, as are differences
 constexpr float kMasked = -2.0e30f;   // weighs 0 beside any greatest score
 
@@ -80,7 +81,7 @@ KVASS_INLINE bool find(const Source& source, int64_t start, Strip* strip) {
   return true;
 }
 
-// Decodes the tile at `start`, and asks memory for what comes `kTile` positions later. `known_dim` is
+// Decodes the tile at `start`, and asks memory for what comes `kAhead` positions later. `known_dim` is
 // head_dim where the compiler shall know it, else 0.
 template <class Code, int known_dim>
 void fill_with(const Source& source, int64_t start, Tile* tile) {
@@ -95,7 +96,7 @@ void fill_with(const Source& source, int64_t start, Tile* tile) {
       gather<Code>(source, start + at, gathered, scales);
       strip = {{gathered, gathered + size}, {scales, scales + 2 * kLanes}};
     }
-    if (!find<Code>(source, start + kTile + at, &ahead)) ahead = strip;  // asking for it costs little
+    if (!find<Code>(source, start + kAhead + at, &ahead)) ahead = strip;  // asking for it costs little
     ask_for(ahead.scales[0]);
     ask_for(ahead.scales[1]);
     decode_turned_rows<Code>(strip.codes[0], head_dim, tile->keys + at, kTile, ahead.codes[0]);

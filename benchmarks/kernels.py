@@ -1,0 +1,247 @@
+"""How near is attention over the paged pool to the machine, and to torch's over dense KV?
+
+Blocks of the default model in random slots, all layers walked, so that bytes come from memory:
+
+    decode     KV bytes read per second, beside a plain read of the same records in the same order,
+               and that beside a contiguous read; steps per second, beside torch's SDPA over as much
+               context, dense and in bf16
+    one table  16 rows of one request (drafts to verify) beside one row
+    prefill    a chunk's GFLOP/s (of what causality leaves), beside torch's bf16 products of the
+               model's own shapes
+
+Variants take turns in each repetition, so that what else the machine does meets all alike. Values
+are medians. Contexts together larger than the pool (1 GiB) share slots, in other orders.
+
+    python benchmarks/kernels.py [--quick] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable
+from statistics import median
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import rig
+from kvass.common.block import BlockLayout, KvDtype
+from kvass.common.kernels.native_paged import NativePagedKv
+from kvass.common.native import library
+from kvass.common.pool.memory import SlotMemory
+from rig import Figure
+
+LAYERS, KV_HEADS, QUERY_HEADS, DEPTH, BLOCK = 30, 3, 9, 64, 16
+HIDDEN, INNER = 576, 1536
+FORMATS: tuple[KvDtype, ...] = ("fp8", "int8")
+CONTEXTS, ROWS = (4096, 8192, 32_768), (1, 4, 8, 32)
+QUICK_CONTEXTS, QUICK_ROWS = (4096, 32_768), (1, 8)
+POOL_BYTES = 1 << 30
+DENSE_BYTES = 2 << 30  # torch's layers beyond this are the first ones again
+REPETITIONS, QUICK_REPETITIONS = 7, 3
+GROUP_ROWS, GROUP_CONTEXT = 16, 16_384
+CHUNK, STARTS = 512, (0, 512, 3584, 7680)
+PAUSE_S = 0.01  # until no thread of the call before waits for more work on a core
+SPLIT = 1024  # positions that the library reads in one piece
+
+Call = Callable[[], object]
+
+
+def timed(calls: dict[str, Call], repetitions: int) -> dict[str, float]:
+    """Return each call's median seconds, after one call of each."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for repetition in range(repetitions + 1):
+        for name, call in calls.items():
+            time.sleep(PAUSE_S)
+            started_s = time.perf_counter()
+            call()
+            if repetition:
+                times[name].append(time.perf_counter() - started_s)
+    return {name: median(each) for name, each in times.items()}
+
+
+class Pool:
+    """Full slots and kernels over them. Mutable: nothing after making."""
+
+    def __init__(self, kv_dtype: KvDtype) -> None:
+        self.layout = BlockLayout(LAYERS, KV_HEADS, DEPTH, BLOCK, kv_dtype)
+        self.memory = SlotMemory(self.layout, POOL_BYTES // self.layout.block_size)
+        generator = np.random.default_rng(1)
+        for slot in self.memory.array:  # numbers near 1, and scales that are small
+            slot[:] = generator.integers(0x20, 0x38, len(slot), dtype=np.uint8)
+        self.kv = NativePagedKv(self.memory, self.layout, QUERY_HEADS)
+
+    def tables(self, rows: int, context: int) -> torch.Tensor:
+        """Return slots int64 [rows, blocks], each row's in random order and distinct."""
+        generator = torch.Generator().manual_seed(1)
+        slots, blocks = self.memory.slots, context // BLOCK
+        together = torch.cat(
+            [torch.randperm(slots, generator=generator) for _ in range(rows * blocks // slots + 1)]
+        )
+        return together[: rows * blocks].view(rows, blocks).contiguous()
+
+    def bytes_read(self, rows: int, context: int) -> int:
+        """Return the bytes of codes and scales that attention reads, all layers."""
+        per_token = 2 * KV_HEADS * (DEPTH * self.layout.code_bytes + 2)
+        return rows * context * per_token * LAYERS
+
+    def attention(self, tables: torch.Tensor, row_table: list[int], positions: list[int]) -> Call:
+        plan = self.kv.plan(tables, torch.tensor(row_table), torch.tensor(positions))
+        q = torch.randn(len(positions), QUERY_HEADS, DEPTH).bfloat16()
+
+        def step() -> None:
+            for layer in range(LAYERS):
+                self.kv.attend(layer, q, plan)
+
+        return step
+
+    def plain_read(self, tables: torch.Tensor) -> Call:
+        rows, blocks = tables.shape
+        sums = np.empty(rows * (-(-blocks * BLOCK // SPLIT)) * KV_HEADS, dtype=np.uint64)
+        word, address = ctypes.c_int64, ctypes.c_void_p
+        read = library.function(
+            "kvass_read_layer", None, address, word, word, word, address, word, address
+        )
+        assert read is not None
+        threads = torch.get_num_threads()
+
+        def step() -> None:
+            for layer in range(LAYERS):
+                read(
+                    *(self.kv.pool_address, layer, rows, blocks),
+                    *(tables.data_ptr(), threads, sums.ctypes.data),
+                )
+
+        return step
+
+    def contiguous_read(self) -> Call:
+        sums = np.empty(-(-self.memory.size // (1 << 20)), dtype=np.uint64)
+        word, address = ctypes.c_int64, ctypes.c_void_p
+        read = library.function("kvass_read_range", None, address, word, word, address)
+        assert read is not None
+        threads = torch.get_num_threads()
+        return lambda: read(self.memory.address, self.memory.size, threads, sums.ctypes.data)
+
+
+def sdpa(rows: int, context: int) -> Call:
+    """Return a decode step of torch's attention over dense bf16 KV, all layers.
+
+    Query heads of a KV head go as its rows: several times faster than `enable_gqa`.
+    """
+    size = (2, rows, KV_HEADS, context, DEPTH)
+    layers = max(1, min(LAYERS, DENSE_BYTES // (2 * int(np.prod(size)))))
+    memory = torch.full((layers, *size), 0.1, dtype=torch.bfloat16)
+    q = torch.randn(rows, KV_HEADS, QUERY_HEADS // KV_HEADS, DEPTH).bfloat16()
+
+    def step() -> None:
+        for layer in range(LAYERS):
+            k, v = memory[layer % layers]
+            F.scaled_dot_product_attention(q, k, v)
+
+    return step
+
+
+def decode(
+    pools: dict[KvDtype, Pool], contexts: tuple[int, ...], counts: tuple[int, ...], repetitions: int
+) -> list[Figure]:
+    found = []
+    for context in contexts:
+        for rows in counts:
+            at = f"{context // 1024}k, {rows} row{'s' if rows > 1 else ''}"
+            calls: dict[str, Call] = {"sdpa": sdpa(rows, context)}
+            for kv_dtype, pool in pools.items():
+                tables = pool.tables(rows, context)
+                last = [context - 1] * rows
+                calls[kv_dtype] = pool.attention(tables, list(range(rows)), last)
+                calls[f"{kv_dtype} plain"] = pool.plain_read(tables)
+            seconds = timed(calls, repetitions)
+            for kv_dtype, pool in pools.items():
+                size = pool.bytes_read(rows, context) / 1e9
+                rate, plain = size / seconds[kv_dtype], size / seconds[f"{kv_dtype} plain"]
+                name = f"{kv_dtype}, {at}"
+                found.append(
+                    Figure(f"{name}: KV", rate, "GB/s", "plain read", plain, least_ratio=0.6)
+                )
+                steps, theirs = 1 / seconds[kv_dtype], 1 / seconds["sdpa"]
+                found.append(
+                    Figure(f"{name}: steps", steps, "/s", "dense SDPA", theirs, least_ratio=1.5)
+                )
+    return found
+
+
+def memory_rate(pool: Pool, repetitions: int) -> Figure:
+    tables = pool.tables(1, pool.memory.slots * BLOCK // SPLIT * SPLIT)
+    seconds = timed(
+        {"order": pool.plain_read(tables), "whole": pool.contiguous_read()}, repetitions
+    )
+    size = pool.bytes_read(1, tables.shape[1] * BLOCK) / 1e9
+    whole = pool.memory.size / 1e9 / seconds["whole"]
+    return Figure("plain read of records", size / seconds["order"], "GB/s", "contiguous", whole)
+
+
+def one_table(pool: Pool, repetitions: int) -> Figure:
+    table = pool.tables(1, GROUP_CONTEXT)
+    last = list(range(GROUP_CONTEXT - GROUP_ROWS, GROUP_CONTEXT))
+    seconds = timed(
+        {
+            "one": pool.attention(table, [0], last[-1:]),
+            "all": pool.attention(table, [0] * GROUP_ROWS, last),
+        },
+        repetitions,
+    )
+    one, together = seconds["one"] * 1e3, seconds["all"] * 1e3
+    name = f"fp8, {GROUP_ROWS} rows of one table, 16k"
+    return Figure(name, together, "ms", "one row", one, limit=1.5 * one)
+
+
+def products(rows: int) -> tuple[Call, float]:
+    """Return the model's products of one step of so many rows, and their GFLOP."""
+    shapes = [(960, HIDDEN), (HIDDEN, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER)]
+    weights = [torch.randn(shape).bfloat16() for _ in range(LAYERS) for shape in shapes]
+    inputs = {width: torch.randn(rows, width).bfloat16() for width in (HIDDEN, INNER)}
+
+    def step() -> None:
+        for weight in weights:
+            F.linear(inputs[weight.shape[1]], weight)
+
+    return step, sum(2e-9 * rows * weight.numel() for weight in weights)
+
+
+def prefill(pool: Pool, repetitions: int) -> list[Figure]:
+    table = pool.tables(1, STARTS[-1] + CHUNK)
+    step, size = products(CHUNK)
+    calls: dict[str, Call] = {"products": step}
+    for start in STARTS:
+        calls[str(start)] = pool.attention(table, [0] * CHUNK, list(range(start, start + CHUNK)))
+    seconds = timed(calls, repetitions)
+    found = []
+    for start in STARTS:
+        pairs = CHUNK * start + CHUNK * (CHUNK + 1) / 2
+        rate = 4e-9 * pairs * QUERY_HEADS * DEPTH * LAYERS / seconds[str(start)]
+        name = f"{pool.layout.kv_dtype}, prefill of {CHUNK} after {start}"
+        reference = size / seconds["products"]
+        found.append(Figure(name, rate, "GFLOP/s", "bf16 products", reference, least_ratio=0.5))
+    return found
+
+
+def main() -> None:
+    options = rig.options(__doc__ or "")
+    torch.set_num_threads(os.cpu_count() or 1)
+    repetitions = QUICK_REPETITIONS if options.quick else REPETITIONS
+    contexts, counts = (QUICK_CONTEXTS, QUICK_ROWS) if options.quick else (CONTEXTS, ROWS)
+    with torch.inference_mode():
+        pools = {kv_dtype: Pool(kv_dtype) for kv_dtype in FORMATS}
+        figures = [memory_rate(pools["fp8"], repetitions)]
+        figures += decode(pools, contexts, counts, repetitions)
+        figures.append(one_table(pools["fp8"], repetitions))
+        for pool in pools.values():
+            figures += prefill(pool, repetitions)
+    title = f"Attention over the paged pool, {library.level()}, {torch.get_num_threads()} threads"
+    rig.report(title, figures, options.json)
+
+
+if __name__ == "__main__":
+    main()

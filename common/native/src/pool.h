@@ -1,0 +1,40 @@
+// A paged pool as Python hands it over: common/kernels/native_paged.py holds the same structure.
+
+#pragma once
+
+#include "level.h"
+
+namespace {
+
+enum Format : int64_t { kFp8 = 0, kInt8 = 1, kBf16 = 2 };
+
+// Sizes and distances in bytes, from `BlockLayout`. `rotation` is the width of a block of the Hadamard
+// matrix, `key_rotated` and `value_rotated` say what is stored rotated. `window` is how many positions
+// a row attends to, its own the last, and `soft_cap` bounds scores by cap * tanh(score / cap); 0: off.
+struct Pool {
+  unsigned char* memory;
+  int64_t block_size, group_size, layer_size, record_size, codes_size;
+  int64_t block_tokens, head_dim, kv_heads, group_heads, query_heads;
+  int64_t format, rotation, key_rotated, value_rotated;
+  int64_t window;
+  double soft_cap;
+};
+
+// Where a KV head's numbers are in every slot: offsets from the slot's start.
+struct Place {
+  int64_t codes[2], scales[2];  // K, V
+};
+
+KVASS_INLINE Place place_of(const Pool& pool, int64_t layer, int64_t head, int64_t code_bytes) {
+  const int64_t inner = head % pool.group_heads;
+  Place place;
+  for (int value = 0; value < 2; value++) {
+    const int64_t record = head / pool.group_heads * pool.group_size + layer * pool.layer_size +
+                           value * pool.record_size;
+    place.codes[value] = record + inner * pool.block_tokens * pool.head_dim * code_bytes;
+    place.scales[value] = record + pool.codes_size + inner * pool.block_tokens * 2;
+  }
+  return place;
+}
+
+}  // namespace
