@@ -95,6 +95,7 @@ class StoreConfig:
     # A background check reads the whole slab once in this time; 0: none. In a day that is 0.8 MB/s
     # for a slab of 64 GiB, which one core hashes in a fraction of a millisecond.
     scrub_s: float = 86_400.0
+    cpus: str = ""  # the cores that it may use, such as 0-7,16; empty: those that it was given
     flash_dir: str = ""  # on a local disk; nodes of one host may share it. Empty: no second tier
     flash_bytes: Size = 16 << 30
     flash_segment_bytes: Size = 64 << 20  # of each of its files
@@ -127,7 +128,8 @@ class WorkerConfig:
     chunk_tokens: int = 512  # most prompt tokens in one step
     batch_requests: int = 32  # most requests or jobs in flight; more wait, then get 429
     queue_requests: int = 128  # most that wait
-    threads: int = 0  # torch's compute threads; 0: one a core
+    threads: int = 0  # that compute; 0: one a core that this process may use
+    cpus: str = ""  # the cores that it may use, such as 0-7,16; empty: those that it was given
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)

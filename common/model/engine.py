@@ -7,7 +7,6 @@ the longest request, and the known answer.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from kvass.common import keys
+from kvass.common import cpus, keys
 from kvass.common.block import BlockLayout
 from kvass.common.config import Config, WorkerConfig
 from kvass.common.errors import Invalid
@@ -82,7 +81,7 @@ def open_engine(config: Config, worker: WorkerConfig, role: str) -> Engine:
     Raises Invalid for what an operator must change, Unavailable when the known answer is wrong.
     """
     keys.self_check()
-    torch.set_num_threads(worker.threads or os.cpu_count() or 1)
+    torch.set_num_threads(worker.threads or cpus.usable())
     model_dir = Path(config.cluster.model)
     spec = load_spec(model_dir)
     layout = identity.layout_of(spec, config.cluster)

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import anyio
 import anyio.abc
 
-from kvass.common import event_loop
+from kvass.common import cpus, event_loop
 from kvass.common.addresses import require_own
 from kvass.common.config import DEFAULT_MODEL, Config
 from kvass.common.errors import Invalid, KvassError
@@ -76,6 +76,8 @@ def run_role(role: Role, config: Config, member_id: str, *, supervised: bool) ->
     # process).
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
+        if role != "gateway":  # before there are threads that compute, and memory
+            cpus.pin(getattr(config, role).cpus, f"{role}.cpus")
         require_own(config.host)  # before the seconds that a model takes, as what follows
         credentials_of(config.cluster)
         if role != "store":
