@@ -79,6 +79,10 @@ class Watch:
     steps: list[Step] = field(default_factory=list)
 
     @property
+    def is_packed(self) -> bool:
+        return self.model.is_packed
+
+    @property
     def spec(self) -> Any:
         return self.model.spec
 

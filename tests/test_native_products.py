@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from kvass.common.kernels import packed, row_operations
-from kvass.common.kernels.packed import PANEL, PackedWeight
+from kvass.common.kernels.packed import PANEL, HugePages, PackedWeight
 from kvass.common.model import layers, products
 from kvass.common.model.products import COUNTS, Kind, Products, Use
 from kvass.common.model.projection import TorchProjection
@@ -34,15 +34,12 @@ def _seed() -> int:
     return seed
 
 
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 def drawn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape).to(torch.bfloat16)
+
+
+def packed_of(weight: torch.Tensor, bias: torch.Tensor | None, threads: int) -> PackedWeight:
+    return PackedWeight.of(weight, bias, threads, HugePages())
 
 
 def telling(outputs: int, inputs: int, count: int) -> tuple[torch.Tensor, ...]:
@@ -63,7 +60,7 @@ def test_products_are_right_for_any_number_of_rows(
 ) -> None:
     rows, weight = drawn(max(MANY), inputs), drawn(outputs, inputs)
     bias = drawn(outputs) if has_bias else None
-    product = PackedWeight.of(weight, bias, 2)
+    product = packed_of(weight, bias, 2)
     exact = rows.double() @ weight.double().T + (0 if bias is None else bias.double())
     # What rounding may do: to each of `inputs` products and sums in float32, and to the result.
     size = rows.double().abs() @ weight.double().abs().T + (0 if bias is None else bias.abs())
@@ -81,12 +78,12 @@ def test_a_row_has_the_same_bits_at_every_count_place_and_thread_count(
     outputs: int, inputs: int
 ) -> None:
     rows, weight, bias = telling(outputs, inputs, max(MANY))
-    whole = PackedWeight.of(weight, bias, 1).logits(rows)
+    whole = packed_of(weight, bias, 1).logits(rows)
     if inputs > 500:  # else few roundings differ
-        other = PackedWeight.of(weight.flip(1), bias, 1).logits(rows.flip(1))
+        other = packed_of(weight.flip(1), bias, 1).logits(rows.flip(1))
         assert not torch.equal(whole, other), "the numbers must tell one order from another"
     for threads in (1, 2, 3):
-        product = PackedWeight.of(weight, bias, threads)
+        product = packed_of(weight, bias, threads)
         for count in (*range(1, 41), *MANY):
             for first in {0, (len(rows) - count) // 2, len(rows) - count}:
                 part = slice(first, first + count)
@@ -98,12 +95,10 @@ def test_a_row_has_the_same_bits_at_every_count_place_and_thread_count(
 def test_an_output_has_the_same_bits_among_any_others() -> None:
     """So that q alone is what it is in q‖k‖v."""
     rows, weight, bias = telling(200, 577, 40)
-    whole = PackedWeight.of(weight, bias, 2).logits(rows)
+    whole = packed_of(weight, bias, 2).logits(rows)
     for first, stop in ((0, 120), (120, 200), (7, 8), (31, 100)):
         part = slice(first, stop)
-        assert torch.equal(
-            PackedWeight.of(weight[part], bias[part], 2).logits(rows), whole[:, part]
-        )
+        assert torch.equal(packed_of(weight[part], bias[part], 2).logits(rows), whole[:, part])
 
 
 @needs_products
@@ -116,7 +111,7 @@ def test_a_product_writes_its_values_and_nothing_else(
     room = torch.full((count * inputs + 64,), float("nan"), dtype=torch.bfloat16)
     rows = room[: count * inputs].view(count, inputs)
     rows.copy_(drawn(count, inputs))
-    weight = PackedWeight.of(drawn(outputs, inputs), None, 2)
+    weight = packed_of(drawn(outputs, inputs), None, 2)
     values, size = count * outputs, 2 if rounded else 4
     out = torch.full((values * size + 128,), 0xA5, dtype=torch.uint8)
     packed._multiply()(
@@ -133,12 +128,22 @@ def test_a_product_writes_its_values_and_nothing_else(
 def test_numbers_that_are_none_stay_in_their_rows_and_outputs() -> None:
     rows, weight = drawn(20, 66), drawn(70, 66)
     rows[3, 5], weight[40, 7] = float("nan"), float("inf")
-    found = PackedWeight.of(weight, None, 2).logits(rows)
+    found = packed_of(weight, None, 2).logits(rows)
     assert bool(found[3].isnan().all())
     others = [row for row in range(20) if row != 3]
     assert bool(found[others][:, 40].isinf().all())
     assert bool(found[others][:, [o for o in range(70) if o != 40]].isfinite().all())
-    assert torch.equal(PackedWeight.of(weight, None, 2)(rows[:0]), torch.empty(0, 70).bfloat16())
+    assert torch.equal(packed_of(weight, None, 2)(rows[:0]), torch.empty(0, 70).bfloat16())
+
+
+def test_taken_pages_do_not_overlap() -> None:
+    pages = HugePages()
+    sizes = [1, 63, 65, 80 << 20, 7, 1]
+    taken = [pages.take(size) for size in sizes]
+    for number, part in enumerate(taken):
+        assert part.data_ptr() % 64 == 0 and len(part) >= sizes[number]
+        part[:1], part[-1:] = number, number
+    assert [(float(part[0]), float(part[-1])) for part in taken] == [(n, n) for n in range(6)]
 
 
 @needs_products
@@ -167,7 +172,7 @@ def test_the_digest_tells_another_order_of_packed_sums(monkeypatch: pytest.Monke
     ours = digest()
     assert digest() == ours
     real = PackedWeight.of
-    monkeypatch.setattr(PackedWeight, "of", lambda w, b, t: real(w.flip(1), b, t))
+    monkeypatch.setattr(PackedWeight, "of", lambda w, *rest: real(w.flip(1), *rest))
     turned = PackedWeight.logits
     monkeypatch.setattr(PackedWeight, "logits", lambda self, rows: turned(self, rows.flip(1)))
     assert digest() != ours
@@ -205,7 +210,7 @@ def test_norms_are_right(level: str, width: int) -> None:
     rows, addend, weight = torch.randn(70, width) * 9, drawn(70, width), drawn(width)
     before, summed = rows.clone(), rows + addend
     for more, values in ((None, before), (addend, summed)):
-        found = row_operations.norm(rows, more, weight, 1e-5)
+        found = row_operations.norm(rows, more, weight, 1e-5, 2)
         assert torch.equal(rows, values), "rows take the addend, and nothing else"
         wide = values.double()
         scale = (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
@@ -220,18 +225,18 @@ def test_norms_are_right(level: str, width: int) -> None:
 def test_gates_are_right(level: str, width: int) -> None:
     gate_up = (torch.randn(70, 2 * width) * 4).to(torch.bfloat16)
     gate, up = gate_up.double().chunk(2, -1)
-    assert within_a_rounding(row_operations.gate(gate_up), gate * torch.sigmoid(gate) * up)
+    assert within_a_rounding(row_operations.gate(gate_up, 2), gate * torch.sigmoid(gate) * up)
 
 
 def test_gates_of_every_value(level: str) -> None:
     """All finite ones: where e to their power is nothing, or more than float32 holds, too."""
     values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     finite = values[values.isfinite()]
-    found = row_operations.gate(torch.cat([finite, torch.ones_like(finite)])[None])[0]
+    found = row_operations.gate(torch.cat([finite, torch.ones_like(finite)])[None], 2)[0]
     wide = finite.double()
     assert within_a_rounding(found, wide * torch.sigmoid(wide))
     broken = torch.tensor([[float("nan"), 1.0, 1.0, float("nan")]], dtype=torch.bfloat16)
-    assert bool(row_operations.gate(broken).isnan().all())
+    assert bool(row_operations.gate(broken, 1).isnan().all())
     torch_s = torch.nn.functional.silu(finite)
     assert bool(
         (found.float() - torch_s.float()).abs().le(torch_s.float().abs() / 127 + 1e-36).all()
@@ -244,12 +249,11 @@ def test_rows_have_the_same_bits_in_any_company(level: str, width: int) -> None:
     gate_up = drawn(700, 2 * width)
     expected: list[torch.Tensor] = []
     for threads in (1, 2):
-        torch.set_num_threads(threads)
         for count in (700, *range(1, 20), 57, 333):
             part = slice(700 - count, None)
             found = [
-                row_operations.norm(rows[part].clone(), addend[part], weight, 1e-5),
-                row_operations.gate(gate_up[part]),
+                row_operations.norm(rows[part].clone(), addend[part], weight, 1e-5, threads),
+                row_operations.gate(gate_up[part], threads),
             ]
             expected = expected or found
             for ours, theirs in zip(found, expected, strict=True):
@@ -259,10 +263,10 @@ def test_rows_have_the_same_bits_in_any_company(level: str, width: int) -> None:
 def test_a_value_has_the_same_bits_in_any_place_of_its_row(level: str) -> None:
     """Ends of rows are computed as whole vectors are."""
     gate, up = drawn(45), drawn(45)
-    whole = row_operations.gate(torch.cat([gate, up])[None])[0]
+    whole = row_operations.gate(torch.cat([gate, up])[None], 1)[0]
     for first in range(45):
         pair = torch.cat([gate[first:], up[first:]])[None]
-        assert torch.equal(row_operations.gate(pair)[0], whole[first:])
+        assert torch.equal(row_operations.gate(pair, 1)[0], whole[first:])
 
 
 @pytest.mark.parametrize("width", [33, 101])

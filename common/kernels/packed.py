@@ -5,18 +5,21 @@ takes as long as memory takes to bring its weights, and with many as long as the
 sum has one order, whatever is computed beside it (native/src/products.cpp), so a row's bits do not
 depend on the number of rows or threads.
 
-Measured with two threads, default model's shapes: 50 GB/s of weights with one row where torch's
-product has 14, and 950 GFLOP/s with 512 rows where torch's has 400.
+Measured in the default model's shapes, beside torch's products in one run (benchmarks/engine.py):
+with one row 34 GB/s of weights on one thread (torch 14; memory gives 37) and 40 on two (torch 20);
+with 512 rows 950 GFLOP/s on two (torch 870). Pages of 2 MiB: 6 to 14 % less time with few rows.
 
 It refuses to know of machines without bf16 dot products: there torch's products are faster.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import mmap
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,11 +29,39 @@ from kvass.common.native import library
 
 LEVEL = "avx512bf16"  # the only one that it is compiled for
 PANEL = 32  # outputs; as in products.cpp
+_HUGE = 2 << 20
+_PIECE = 128 << 20  # mapped at once; what is not written takes no memory
 
 
 def available() -> bool:
     """Say whether this process can multiply by packed weights."""
     return library.level() == LEVEL
+
+
+@dataclass(slots=True)
+class HugePages:
+    """Memory for what stays: pages of 2 MiB, where the system has them. Nothing is given back.
+
+    Mutable fields: `_room`, what is mapped and not taken yet.
+    """
+
+    _room: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bfloat16))
+
+    def take(self, values: int) -> torch.Tensor:
+        """Return room for so many bf16 values, at a multiple of 64 bytes."""
+        values += -values % 32
+        if values > len(self._room):
+            self._room = _mapped(max(2 * values, _PIECE))
+        taken, self._room = self._room[:values], self._room[values:]
+        return taken
+
+
+def _mapped(size: int) -> torch.Tensor:
+    room = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        room.madvise(mmap.MADV_HUGEPAGE)
+    values = torch.frombuffer(room, dtype=torch.bfloat16)  # keeps the mapping
+    return values[-values.data_ptr() % _HUGE // 2 :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +75,20 @@ class PackedWeight:
     threads: int
 
     @classmethod
-    def of(cls, weight: torch.Tensor, bias: torch.Tensor | None, threads: int) -> PackedWeight:
+    def of(
+        cls, weight: torch.Tensor, bias: torch.Tensor | None, threads: int, pages: HugePages
+    ) -> PackedWeight:
         """Pack a copy of `weight`; outputs and inputs that fill a panel up are zero."""
         assert weight.dtype == torch.bfloat16
         outputs, inputs = weight.shape
         more = -outputs % PANEL
         if more or inputs % 2:
             weight = F.pad(weight, (0, inputs % 2, 0, more))
-        pairs = weight.view(-1, PANEL, weight.shape[1] // 2, 2)
+        pairs = weight.view(-1, PANEL, weight.shape[1] // 2, 2).transpose(1, 2)
+        panels = pages.take(pairs.numel())[: pairs.numel()].view(pairs.shape).copy_(pairs)
         if bias is not None:
             bias = F.pad(bias.float(), (0, more))
-        return cls(outputs, inputs, pairs.transpose(1, 2).contiguous(), bias, threads)
+        return cls(outputs, inputs, panels, bias, threads)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Return bf16 rows [N, inputs] times the weight, plus the bias, rounded to bf16 once."""

@@ -29,7 +29,11 @@ def available() -> bool:
 
 
 def norm(
-    rows: torch.Tensor, addend: torch.Tensor | None, weight: torch.Tensor, epsilon: float
+    rows: torch.Tensor,
+    addend: torch.Tensor | None,
+    weight: torch.Tensor,
+    epsilon: float,
+    threads: int,
 ) -> torch.Tensor:
     """Add bf16 `addend` to float32 `rows` [N, width] in place and return their norm in bf16."""
     assert rows.dtype == torch.float32 and weight.dtype == torch.bfloat16
@@ -40,7 +44,7 @@ def norm(
     count, width = rows.shape
     out = torch.empty(count, width, dtype=torch.bfloat16)
     _norm()(
-        torch.get_num_threads(),
+        threads,
         rows.data_ptr(),
         None if addend is None else addend.data_ptr(),
         weight.data_ptr(),
@@ -52,12 +56,12 @@ def norm(
     return out
 
 
-def gate(gate_up: torch.Tensor) -> torch.Tensor:
+def gate(gate_up: torch.Tensor, threads: int) -> torch.Tensor:
     """Return silu(gate) · up of bf16 rows [N, gate ‖ up]."""
     assert gate_up.dtype == torch.bfloat16
     gate_up, count, width = gate_up.contiguous(), gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(count, width, dtype=torch.bfloat16)
-    _gate()(torch.get_num_threads(), gate_up.data_ptr(), out.data_ptr(), count, width)
+    _gate()(threads, gate_up.data_ptr(), out.data_ptr(), count, width)
     return out
 
 

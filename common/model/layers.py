@@ -3,7 +3,7 @@
 `linear` is torch's matrix product: what makes it independent of the number of rows (padding to row
 counts that were shown to be safe) has its place here and nowhere else. Everything else treats
 values one by one or sums within a row; for bf16 models the compiled library does it where there
-is one (kernels/row_operations.py). tests/test_products.py looks at the bits.
+is one (kernels/row_operations.py), on so many `threads`. tests/test_products.py looks at the bits.
 """
 
 from __future__ import annotations
@@ -43,20 +43,26 @@ def linear(
     return F.linear(F.pad(rows, (0, 0, 0, padding)), weight, bias)[:count]
 
 
-def rms_norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+def rms_norm(
+    rows: torch.Tensor, weight: torch.Tensor, epsilon: float, threads: int = 1
+) -> torch.Tensor:
     """Scale float32 rows [N, width] to a mean square of one and by `weight`; in weight's dtype."""
     if _is_native(weight):
-        return row_operations.norm(rows.contiguous(), None, weight, epsilon)
+        return row_operations.norm(rows.contiguous(), None, weight, epsilon, threads)
     scale = torch.rsqrt(rows.square().mean(-1, keepdim=True) + epsilon)
     return (rows * scale * weight).to(weight.dtype)
 
 
 def add_norm(
-    rows: torch.Tensor, addend: torch.Tensor, weight: torch.Tensor, epsilon: float
+    rows: torch.Tensor,
+    addend: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    threads: int = 1,
 ) -> torch.Tensor:
     """Add `addend` to float32 `rows`, in place, and return their `rms_norm`."""
     if _is_native(weight):
-        return row_operations.norm(rows, addend, weight, epsilon)
+        return row_operations.norm(rows, addend, weight, epsilon, threads)
     rows += addend
     return rms_norm(rows, weight, epsilon)
 
@@ -75,7 +81,7 @@ def logits(rows: torch.Tensor, weight: torch.Tensor, counts: Sequence[int] = ())
     return rounded.float().scatter_(1, best, exact)
 
 
-def gated_silu(gate_up: torch.Tensor) -> torch.Tensor:
+def gated_silu(gate_up: torch.Tensor, threads: int = 1) -> torch.Tensor:
     """Return silu(gate) · up of rows [N, gate ‖ up].
 
     torch computes most values of silu many at a time and the rest, at the ends of rows and of
@@ -83,7 +89,7 @@ def gated_silu(gate_up: torch.Tensor) -> torch.Tensor:
     of the 65,536 values (a test looks); in float32 they don't, and `exp` alone does.
     """
     if _is_native(gate_up):
-        return row_operations.gate(gate_up)
+        return row_operations.gate(gate_up, threads)
     gate, up = gate_up.chunk(2, dim=-1)
     if gate.dtype == torch.float32:
         return gate / (1 + torch.exp(-gate)) * up

@@ -17,6 +17,7 @@ from typing import Generic
 
 import torch
 
+from kvass.common.kernels.packed import PackedWeight
 from kvass.common.kernels.seam import PagedKv, Plan
 from kvass.common.kernels.turn import Turn
 from kvass.common.model.layers import add_norm, gated_silu, rms_norm
@@ -52,7 +53,9 @@ class Llama:
         self._norm = read("model.norm.weight")
         head = self._embedding if spec.tie_embeddings else read("lm_head.weight")
         self._head = projection_of(head, None)
+        self.is_packed = isinstance(self._head, PackedWeight)
         self._frequencies = inverse_frequencies(spec)
+        self._threads = torch.get_num_threads()  # the compiled library's; torch's may change
 
     @torch.inference_mode()
     def forward(
@@ -77,7 +80,8 @@ class Llama:
         write_turn = turn if write_rows is None else turn.of_rows(write_rows)
         step = _Step(kv, plan, turn, write_turn, write_rows, slots, offsets)
         rows = self._embedding[tokens].float()
-        normed = rms_norm(rows, self._layers[0].attention_norm, self.spec.rms_norm_eps)
+        first = self._layers[0].attention_norm
+        normed = rms_norm(rows, first, self.spec.rms_norm_eps, self._threads)
         for index, (layer, after) in enumerate(pairwise(self._layers)):
             fused = layer.qkv[0](normed)
             q, both = fused[:, : self.spec.q_size], fused[:, self.spec.q_size :]
@@ -112,10 +116,11 @@ class Llama:
 
         Adds to `rows`, in place, and returns them scaled by what follows: the weight `norm`.
         """
-        epsilon = self.spec.rms_norm_eps
+        epsilon, threads = self.spec.rms_norm_eps, self._threads
         output = layer.output(attended.flatten(1).to(norm.dtype))
-        normed = add_norm(rows, output, layer.mlp_norm, epsilon)
-        return add_norm(rows, layer.down(gated_silu(layer.gate_up(normed))), norm, epsilon)
+        normed = add_norm(rows, output, layer.mlp_norm, epsilon, threads)
+        gated = gated_silu(layer.gate_up(normed), threads)
+        return add_norm(rows, layer.down(gated), norm, epsilon, threads)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,13 @@ from kvass.common.model.spec import ModelSpec
 
 
 class Model(Protocol):
-    """A forward pass over rows; `llama.Llama.forward` says what the arguments are."""
+    """A forward pass over rows; `llama.Llama.forward` says what the arguments are.
+
+    `is_packed`: the compiled library multiplies, and torch does nothing that takes long.
+    """
 
     spec: ModelSpec
+    is_packed: bool
 
     def forward(
         self,

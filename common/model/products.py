@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 
 from kvass.common.kernels import packed
-from kvass.common.kernels.packed import PackedWeight
+from kvass.common.kernels.packed import HugePages, PackedWeight
 from kvass.common.model.projection import Projection, TorchProjection
 
 # A step's rows are padded to one of these, so a step computes at most a fifth more than it needs,
@@ -81,7 +81,7 @@ class Products:
 
     Mutable fields: `packed` (kinds of packed weights), `found` (safe counts of torch's products by
     kind; empty: none were), `failures` (what was found in place of safe counts), `_bits` (of what
-    the tried products gave).
+    the tried products gave), `_pages` (where packed weights are).
     """
 
     uses: Sequence[Use]
@@ -89,6 +89,7 @@ class Products:
     found: dict[Kind, tuple[int, ...]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     _bits: blake2b = field(default_factory=lambda: blake2b(digest_size=8))
+    _pages: HugePages = field(default_factory=HugePages)
 
     def projection(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Projection:
         """Return what multiplies by this weight; it may keep a copy of its own instead."""
@@ -98,7 +99,7 @@ class Products:
         if kind not in self.packed:
             self.packed.add(kind)
             self._note_packed(kind)
-        return PackedWeight.of(weight, bias, self._threads)
+        return PackedWeight.of(weight, bias, self._threads, self._pages)
 
     def counts_of(self, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[int, ...]:
         """Return the row counts for `layers.linear`; empty when none are safe."""
@@ -129,7 +130,7 @@ class Products:
         """Note the bits that tell this order of sums: outputs and rows are alike, so a few do."""
         few = kind._replace(outputs=min(kind.outputs, _TABLE_ROWS))
         rows, weight, bias = _telling(few, WIDE_ROWS)
-        product = PackedWeight.of(weight, bias, self._threads)
+        product = PackedWeight.of(weight, bias, self._threads, HugePages())
         self._bits.update(product.logits(rows).view(torch.uint8).numpy().data)
 
     @torch.inference_mode()

@@ -20,6 +20,9 @@ from kvass.common.model.products import COUNTS, Use
 # for each takes longer than it saves (measured, default model, one row: 60 ms against 86), and a
 # core is left to others. Bits don't change with the number of threads: row counts are searched with
 # both (`uses`), and tests/test_determinism.py looks.
+# Where the compiled library multiplies, with threads of its own, torch has one for every step: its
+# second one looks for work for milliseconds after each operation and takes a core from them
+# (measured, 512 rows: the products take 119 ms instead of 190).
 FEW_ROWS = 2
 
 
@@ -44,16 +47,13 @@ class Rows:
 
 
 class Runner:
-    """A model over one paged pool. Use it from one thread at a time.
-
-    Mutable field: `_threads_now`, the compute threads of the last step.
-    """
+    """A model over one paged pool. Use it from one thread at a time; it sets torch's threads."""
 
     def __init__(self, model: Model, kv: PagedKv[Any], block_tokens: int) -> None:
         self._model = model
         self._kv = kv
         self._block_tokens = block_tokens
-        self._threads = self._threads_now = torch.get_num_threads()
+        self._threads = 1 if model.is_packed else torch.get_num_threads()
 
     def run(self, pieces: Sequence[Rows]) -> torch.Tensor | None:
         """Compute one step; returns logits float32 [pieces with `logits`, vocab], in order.
@@ -80,7 +80,7 @@ class Runner:
         size = self._block_tokens
         slots = [pieces[row_table[row]].slots[positions[row] // size] for row in written]
         offsets = [positions[row] % size for row in written]
-        self._use_threads(1 if len(tokens) <= FEW_ROWS else self._threads)
+        _use_threads(1 if len(tokens) <= FEW_ROWS else self._threads)
         rows = _tensor([tokens, positions, row_table])
         targets = _tensor([slots, offsets])
         with torch.inference_mode():
@@ -95,11 +95,6 @@ class Runner:
                 _tensor(logits_rows) if logits_rows else None,
             )
 
-    def _use_threads(self, threads: int) -> None:
-        if threads != self._threads_now:
-            torch.set_num_threads(threads)
-            self._threads_now = threads
-
     def _tables(self, pieces: Sequence[Rows]) -> torch.Tensor:
         """Return block tables int64 [pieces, blocks], as long as the longest context needs."""
         size = self._block_tokens
@@ -110,6 +105,11 @@ class Runner:
             for piece, need in zip(pieces, needs, strict=True)
         ]
         return _tensor(rows)
+
+
+def _use_threads(threads: int) -> None:
+    if threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
 
 
 def _tensor(numbers: list[int] | list[list[int]]) -> torch.Tensor:

@@ -3,7 +3,8 @@
 // A step of a model is some hundred pieces of work of ten to a hundred microseconds, one right after
 // the other, and waking a sleeping thread takes as long as one of them. So a thread that has ended
 // its share looks for more for a while (`kvass_spin_us`) before it sleeps: it burns at most that much
-// after each step, and nothing when idle.
+// after each step, and nothing when idle. Measured with gaps of 30 to 100 microseconds between works:
+// the products of a step of one row take 7.0 ms with 0 to 50, 6.6 with 200 and with 1,000.
 
 #include "threads.h"
 
@@ -20,7 +21,7 @@ namespace kvass {
 namespace {
 
 constexpr int kThreadsMax = 256;
-std::atomic<int64_t> spin_us{50};
+std::atomic<int64_t> spin_us{200};
 
 void relax() {
 #if defined(__x86_64__)
