@@ -60,8 +60,8 @@ WORDS = (
 class Figure:
     """One measured value and, where it means something, what it is compared with.
 
-    For the table only: `limit`, the greatest value that meets the target, or `least_ratio`, the
-    smallest ratio that does.
+    For the table only: `limit`, the greatest value that meets the target, `least`, the smallest, or
+    `least_ratio`, the smallest ratio that does.
     """
 
     name: str
@@ -71,6 +71,7 @@ class Figure:
     reference_value: float | None = None
     limit: float | None = None
     least_ratio: float | None = None
+    least: float | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -80,12 +81,16 @@ class Figure:
     def target(self) -> str:
         if self.least_ratio is not None:
             return f"ratio ≥ {self.least_ratio:.2f}"
+        if self.least is not None:
+            return f"≥ {self.least:.3f}"
         return "" if self.limit is None else f"≤ {self.limit:.3f}"
 
     @property
     def met(self) -> str:
         if self.least_ratio is not None:
             return "yes" if (self.ratio or 0.0) >= self.least_ratio else "no"
+        if self.least is not None:
+            return "yes" if self.value >= self.least else "no"
         return "" if self.limit is None else ("yes" if self.value <= self.limit else "no")
 
     def as_json(self) -> dict[str, str | float | None]:
