@@ -7,9 +7,8 @@
                  bf16 KV: no pages, no fixed tile (and no quantisation)
 
 Decode steps at a context of 512 and a prefill of 1,024 tokens in chunks of 512, one variant after
-the other in each repetition, so that what else the machine does meets all alike. Then what two
-choices rest on: one thread for steps of few rows (`runner.FEW_ROWS`), and how torch's threads wait
-(OMP_WAIT_POLICY, in processes of their own). Values are medians.
+the other in each repetition, so that what else the machine does meets all alike. Then how torch's
+threads wait (OMP_WAIT_POLICY, in processes of their own). Values are medians.
 
     python benchmarks/determinism.py [--quick] [--json FILE]
 """
@@ -43,7 +42,6 @@ from rig import Figure
 
 CONTEXT, PROMPT, CHUNK, BLOCK = 512, 1024, 512, 16
 BATCHES = (1, 8, 32)
-FEW = (1, 2, 3, 4)
 TABLE_BLOCKS = PROMPT // BLOCK
 REPETITIONS, QUICK_REPETITIONS = 15, 3
 SERVED, ANY, DENSE = "as served", "any counts", "dense sdpa"
@@ -174,23 +172,6 @@ def measure(variants: dict[str, Runner], repetitions: int) -> Times:
     return times
 
 
-def few_rows(runner: Runner, repetitions: int) -> Times:
-    """Steps of few rows on one thread and on all of them, whatever the runner would choose."""
-    times: Times = defaultdict(list)
-    threads = torch.get_num_threads()
-    for repetition in range(repetitions + 1):
-        for rows in FEW:
-            for used, name in ((1, "one thread"), (threads, "all threads")):
-                torch.set_num_threads(used)
-                runner._threads = runner._threads_now = used
-                value = timed_ms(partial(step, runner, rows))
-                if repetition:
-                    times[f"step of {rows} rows", name].append(value)
-    runner._threads = runner._threads_now = threads
-    torch.set_num_threads(threads)
-    return times
-
-
 def waiting(repetitions: int) -> Times:
     """The served variant's times in a process whose threads wait so."""
     times: Times = defaultdict(list)
@@ -233,7 +214,6 @@ def main() -> None:
     repetitions = QUICK_REPETITIONS if asked.quick else REPETITIONS
     variants = runners(rig.Served.load().folder)
     found = compared(measure(variants, repetitions), SERVED, (ANY, DENSE))
-    found += compared(few_rows(variants[SERVED], repetitions), "one thread", ["all threads"])
     found += compared(waiting(repetitions), *_waits())
     rig.report("Cost of determinism", found, asked.json)
 
