@@ -181,11 +181,11 @@ def few_rows(runner: Runner, repetitions: int) -> Times:
         for rows in FEW:
             for used, name in ((1, "one thread"), (threads, "all threads")):
                 torch.set_num_threads(used)
-                runner._threads = runner._threads_now = used
+                runner._threads = used
                 value = timed_ms(partial(step, runner, rows))
                 if repetition:
                     times[f"step of {rows} rows", name].append(value)
-    runner._threads = runner._threads_now = threads
+    runner._threads = threads
     torch.set_num_threads(threads)
     return times
 
