@@ -52,8 +52,16 @@ TEXTS, QUICK_TEXTS = 4, 1
 TRIALS, QUICK_TRIALS = 100, 20
 PROBE = "--probe"  # what this program is called with to compute in another environment
 OTHER_KERNELS = {
-    "kernels for AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
-    "kernels for AVX-512 without BF16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
+    "kernels for AVX2": {
+        "KVASS_NATIVE_LEVEL": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+    },
+    "kernels for AVX-512 without BF16": {
+        "KVASS_NATIVE_LEVEL": "avx512",
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
+    },
+    "torch's kernels alone": {"KVASS_NATIVE_LEVEL": "none"},
 }
 
 
