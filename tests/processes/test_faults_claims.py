@@ -31,12 +31,12 @@ SLACK_S = 4.0  # two steps of a worker that shares its cores with all that a mac
 
 @dataclass
 class Jobs:
-    """What became of jobs. Mutable fields: `computed` (times by token), `done`, `lost`, `moved`
-    (when there was news of blocks in the store, if it `has_moved`)."""
+    """What became of jobs. Mutable fields: `computed` (times by token), `done`, `lost` (why),
+    `moved` (when there was news of blocks in the store, if it `has_moved`)."""
 
     computed: Counter[int] = field(default_factory=Counter)
     done: int = 0
-    lost: int = 0
+    lost: list[str] = field(default_factory=list)
     moved: list[float] = field(default_factory=list)
     has_moved: anyio.Event = field(default_factory=anyio.Event)
 
@@ -54,8 +54,8 @@ class Jobs:
                         visible = progress.visible_blocks
                         self.moved.append(time.monotonic())
                         self.has_moved.set()
-        except KvassError:
-            self.lost += 1
+        except KvassError as error:
+            self.lost.append(repr(error))
             return
         assert progress.done and not progress.missing
         self.done += 1
@@ -78,7 +78,7 @@ async def each_block_is_computed_once(up: Cluster, control: Control) -> None:
         for number in range(2 * REQUESTS):
             member_id = f"prefill-{number % 2}"
             tasks.start_soon(jobs.run, up, dialer, member_id, prompt, f"once-{number}")
-    assert jobs.done == 2 * REQUESTS
+    assert jobs.done == 2 * REQUESTS, jobs.lost
     assert jobs.computed == Counter(range(TOKENS))
 
 
