@@ -100,7 +100,7 @@ def exact_hadamard(head_dim: int) -> torch.Tensor:
     width = head_dim & -head_dim
     signs = [[(-1.0) ** (i & j).bit_count() for j in range(width)] for i in range(width)]
     block = torch.tensor(signs, dtype=torch.float64) / math.sqrt(width)
-    return torch.block_diag(*[block] * (head_dim // width))
+    return torch.kron(torch.eye(head_dim // width, dtype=torch.float64), block)
 
 
 def exact_attention(
