@@ -54,7 +54,6 @@ struct Codes<kFp8> {
     return out;
 #endif
   }
-  static KVASS_INLINE Floats decode_turned(const unsigned char* at) { return decode(at); }
 };
 
 template <>
@@ -75,7 +74,6 @@ struct Codes<kInt8> {
     return out;
 #endif
   }
-  static KVASS_INLINE Floats decode_turned(const unsigned char* at) { return decode(at); }
 };
 
 template <>
@@ -87,6 +85,11 @@ struct Codes<kBf16> {
 #if defined(__AVX512F__)
     const __m256i words = _mm256_loadu_si256((const __m256i*)at);
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16))};
+#elif defined(__AVX2__)
+    const __m256i low = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)at));
+    const __m256i high = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(at + 16)));
+    return {{_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)),
+             _mm256_castsi256_ps(_mm256_slli_epi32(high, 16))}};
 #else
     uint16_t words[kLanes];
     memcpy(words, at, sizeof(words));
@@ -96,35 +99,44 @@ struct Codes<kBf16> {
     return from_bits(out);
 #endif
   }
-  // The low bytes of 16 numbers, then, a vector further, their high bytes.
-  static KVASS_INLINE Floats decode_turned(const unsigned char* at) {
-    Bytes16 low, high;
-    memcpy(&low, at, 16);
-    memcpy(&high, at + 16, 16);
-    const Bytes16 first = __builtin_shuffle(
-        low, high, Bytes16{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
-    const Bytes16 second = __builtin_shuffle(
-        low, high, Bytes16{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
+  // Eight numbers, and the next eight.
+  static KVASS_INLINE Floats decode_halves(const unsigned char* first, const unsigned char* second) {
+#if defined(__AVX512F__)
+    const __m256i words = _mm256_loadu2_m128i((const __m128i*)second, (const __m128i*)first);
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16))};
+#else
     unsigned char words[32];
-    memcpy(words, &first, 16);
-    memcpy(words + 16, &second, 16);
+    memcpy(words, first, 16);
+    memcpy(words + 16, second, 16);
     return decode(words);
+#endif
   }
 };
 
 // --- turning 16 rows of bytes over ---
 
-// Some columns of 16 bytes, side by side, that are turned over at once.
+typedef uint16_t Words8 __attribute__((vector_size(16)));
+
+// Some columns of 16 bytes, side by side, that are turned over at once. `low` and `high` interleave the
+// lower and the upper halves of two columns, by numbers of 1 or 2 bytes.
 struct Narrow {
   static constexpr int kColumns = 1;
   using Vector = Bytes16;
+  template <int bytes>
   static KVASS_INLINE Vector low(Vector a, Vector b) {
-    return __builtin_shuffle(a, b,
-                             Bytes16{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
+    if constexpr (bytes == 2)
+      return (Vector)__builtin_shuffle((Words8)a, (Words8)b, Words8{0, 8, 1, 9, 2, 10, 3, 11});
+    else
+      return __builtin_shuffle(a, b,
+                               Bytes16{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
   }
+  template <int bytes>
   static KVASS_INLINE Vector high(Vector a, Vector b) {
-    return __builtin_shuffle(a, b,
-                             Bytes16{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
+    if constexpr (bytes == 2)
+      return (Vector)__builtin_shuffle((Words8)a, (Words8)b, Words8{4, 12, 5, 13, 6, 14, 7, 15});
+    else
+      return __builtin_shuffle(
+          a, b, Bytes16{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
   }
 };
 
@@ -132,28 +144,35 @@ struct Narrow {
 struct Wide {
   static constexpr int kColumns = 4;
   using Vector = __m512i;
-  static KVASS_INLINE Vector low(Vector a, Vector b) { return _mm512_unpacklo_epi8(a, b); }
-  static KVASS_INLINE Vector high(Vector a, Vector b) { return _mm512_unpackhi_epi8(a, b); }
+  template <int bytes>
+  static KVASS_INLINE Vector low(Vector a, Vector b) {
+    return bytes == 2 ? _mm512_unpacklo_epi16(a, b) : _mm512_unpacklo_epi8(a, b);
+  }
+  template <int bytes>
+  static KVASS_INLINE Vector high(Vector a, Vector b) {
+    return bytes == 2 ? _mm512_unpackhi_epi16(a, b) : _mm512_unpackhi_epi8(a, b);
+  }
 };
 #else
 using Wide = Narrow;
 #endif
 
-// Turns 16 rows, `step` bytes apart, over: byte b of all rows comes at 16 * kColumns * (b % 16) + 16 *
-// (b / 16) of `out`. Four rounds of a perfect shuffle of the rows.
-template <class Columns>
+// Turns 16 rows, `step` bytes apart, over. Number n of a column comes at vector n of `out`, in the
+// column's place: all 16 rows' bytes; numbers of 2 bytes take two vectors, eight rows in each. Four
+// rounds of a perfect shuffle of the rows.
+template <class Columns, int bytes>
 KVASS_INLINE void turn_over(const unsigned char* rows, int64_t step, unsigned char* out) {
   using Vector = typename Columns::Vector;
   Vector a[16], b[16];
   KVASS_UNROLL for (int i = 0; i < 16; i++) memcpy(&a[i], rows + i * step, sizeof(Vector));
   KVASS_UNROLL for (int round = 0; round < 2; round++) {
     KVASS_UNROLL for (int i = 0; i < 8; i++) {
-      b[2 * i] = Columns::low(a[i], a[i + 8]);
-      b[2 * i + 1] = Columns::high(a[i], a[i + 8]);
+      b[2 * i] = Columns::template low<bytes>(a[i], a[i + 8]);
+      b[2 * i + 1] = Columns::template high<bytes>(a[i], a[i + 8]);
     }
     KVASS_UNROLL for (int i = 0; i < 8; i++) {
-      a[2 * i] = Columns::low(b[i], b[i + 8]);
-      a[2 * i + 1] = Columns::high(b[i], b[i + 8]);
+      a[2 * i] = Columns::template low<bytes>(b[i], b[i + 8]);
+      a[2 * i + 1] = Columns::template high<bytes>(b[i], b[i + 8]);
     }
   }
   KVASS_UNROLL for (int i = 0; i < 16; i++) memcpy(out + i * sizeof(Vector), &a[i], sizeof(Vector));
@@ -161,7 +180,7 @@ KVASS_INLINE void turn_over(const unsigned char* rows, int64_t step, unsigned ch
 
 // Asks for a cache line that is decoded some thousand cycles later. Lines are asked for one by one,
 // between decoding others: a core stops when it has asked for some tens at once.
-KVASS_INLINE void ask_for(const unsigned char* at) { __builtin_prefetch(at, 0, 2); }
+KVASS_INLINE void ask_for(const unsigned char* at) { __builtin_prefetch(at); }
 
 // Decodes some columns of 16 rows to `out`, one vector of `out_step` floats' distance a number; asks
 // for as many bytes from `ahead` on.
@@ -169,20 +188,17 @@ template <class Code, class Columns>
 KVASS_INLINE void decode_columns(const unsigned char* rows, int64_t step, float* out,
                                  int64_t out_step, const unsigned char* ahead) {
   alignas(64) unsigned char turned[16 * sizeof(typename Columns::Vector)];
-  turn_over<Columns>(rows, step, turned);
+  turn_over<Columns, Code::kBytes>(rows, step, turned);
   constexpr int kNumbers = 16 / Code::kBytes;
   for (int column = 0; column < Columns::kColumns; column++)
     KVASS_UNROLL for (int i = 0; i < kNumbers; i++) {
       if (i % (kNumbers / 4) == 0) ask_for(ahead + 64 * (4 * column + i / (kNumbers / 4)));
       const unsigned char* at = turned + 16 * (Columns::kColumns * i * Code::kBytes + column);
-      if constexpr (Code::kBytes == 1 || Columns::kColumns == 1) {
-        store(out + (column * kNumbers + i) * out_step, Code::decode_turned(at));
-      } else {
-        unsigned char pair[32];
-        memcpy(pair, at, 16);
-        memcpy(pair + 16, at + 16 * Columns::kColumns, 16);
-        store(out + (column * kNumbers + i) * out_step, Code::decode_turned(pair));
-      }
+      float* to = out + (column * kNumbers + i) * out_step;
+      if constexpr (Code::kBytes == 1)
+        store(to, Code::decode(at));
+      else
+        store(to, Code::decode_halves(at, at + 16 * Columns::kColumns));
     }
 }
 
