@@ -10,6 +10,7 @@ SEEDS ?= 10000
 SEEDS_FROM ?= $(shell date +%s)
 
 .DEFAULT_GOAL := help
+.NOTPARALLEL:
 .PHONY: help up test check soak clean
 
 help: ## Show this text
@@ -53,4 +54,7 @@ $(VENV)/installed-dev: constraints.txt pyproject.toml
 
 # The install above builds it too; this is for sources that have changed since.
 $(LIBRARY): $(SOURCES)
-	@$(BIN)/python setup.py --quiet build_ext --inplace
+	@if command -v g++ >/dev/null; then \
+		echo "kvass: compiling its library"; \
+		$(BIN)/python setup.py --quiet build_ext --inplace; \
+	else echo "kvass: no C++ compiler: it goes on without its compiled library, more slowly"; fi

@@ -7,7 +7,9 @@ slower, and why (`common/native/library.py`).
 
 from __future__ import annotations
 
+import os
 import platform
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
 
@@ -43,9 +45,11 @@ class BuildNative(build_ext):
     def build_extension(self, extension: Extension) -> None:
         is_x86 = platform.machine() in ("x86_64", "AMD64")
         levels = X86_LEVELS if is_x86 else {"portable": []}
-        objects = [self._compile(name, [], "once") for name in ONCE]
+        works = [(name, [], "once") for name in ONCE]
         for level, flags in levels.items():
-            objects += [self._compile(name, flags, level) for name in PER_LEVEL]
+            works += [(name, flags, level) for name in PER_LEVEL]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(lambda work: self._compile(*work), works))
         target = Path(self.get_ext_fullpath(extension.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         self.compiler.link_shared_object(

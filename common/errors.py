@@ -69,7 +69,10 @@ class Incompatible(KvassError):
     def __init__(self, field: str, ours: object, theirs: object, *, who: str) -> None:
         mend = f"start every member of a cluster with the same value of {field}"
         if field == "device_kind":
-            mend = "run the workers of a cluster on one kind of machine, with one version of torch"
+            mend = (
+                "run the workers of a cluster on one kind of machine, with one version of torch "
+                "and of Kvass, and all with its compiled library (g++, then `make up`) or without"
+            )
         super().__init__(
             f"{field} differs: this process has {ours!r}, {who} has {theirs!r}; {mend}"
         )

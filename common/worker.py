@@ -17,6 +17,7 @@ from kvass.common.executor import ThreadExecutor
 from kvass.common.member import Member
 from kvass.common.metrics import WorkerMetrics, read
 from kvass.common.model.engine import Engine, open_engine
+from kvass.common.native import library
 from kvass.common.pool.pool import BlockPool
 from kvass.common.rpc.server import Handler, Server, accept, listen
 from kvass.common.wire import Message
@@ -87,6 +88,7 @@ def pool_load(means: Means) -> dict[str, int | float | str]:
         "pull_bytes_s": round(costs.bytes_per_s),
         DETERMINISTIC: _yes_or_no(engine),
         "deterministic_reason": engine.deterministic_reason,
+        "compiled": library.in_use(),
     }
 
 

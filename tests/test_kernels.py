@@ -13,9 +13,9 @@ from kvass.common.block import KV_DTYPES, BlockLayout, KvDtype
 from kvass.common.errors import Invalid
 from kvass.common.kernels.formats import CODE_DTYPES, decode
 from kvass.common.kernels.rotation import hadamard, multiply_rows
-from kvass.common.kernels.row_counts import find_alignment, padded_rows
 from kvass.common.kernels.seam import PagedKv
 from kvass.common.kernels.torch_paged import Step, TorchPagedKv
+from kvass.common.kernels.torch_row_counts import find_alignment, padded_rows
 from kvass.common.pages import HUGE_PAGE
 from kvass.common.pool.memory import SlotMemory
 

@@ -5,9 +5,9 @@ loops run over chunks of bounded size only. Products are float32 over exactly de
 
 *A row's bits depend on its query, its position and the stored keys before it only*: key tiles are
 at absolute positions, a row's partial results are summed in the order of its key tiles, and
-products use row counts that were shown to give a row the same bits (`row_counts`); `deterministic`
-and `reason` say what was found. One thread at a time may use an instance: it owns its scratch
-memory.
+products use row counts that were shown to give a row the same bits (`torch_row_counts`);
+`deterministic` and `reason` say what was found. One thread at a time may use an instance: it owns
+its scratch memory.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import torch
 from kvass.common.block import SCALE_BYTES, BlockLayout
 from kvass.common.errors import Invalid
 from kvass.common.kernels.formats import encode
-from kvass.common.kernels.paged_attention import GroupWork
-from kvass.common.kernels.paged_plan import (
+from kvass.common.kernels.rotation import hadamard, multiply_rows
+from kvass.common.kernels.torch_attention import GroupWork
+from kvass.common.kernels.torch_plan import (
     KEY_TILE,
     ROW_TILES,
     Contents,
@@ -30,9 +31,8 @@ from kvass.common.kernels.paged_plan import (
     contents,
     make_frame,
 )
-from kvass.common.kernels.paged_records import Scratch, records_of
-from kvass.common.kernels.rotation import hadamard, multiply_rows
-from kvass.common.kernels.row_counts import ALIGNMENTS, find_alignment
+from kvass.common.kernels.torch_records import Scratch, records_of
+from kvass.common.kernels.torch_row_counts import ALIGNMENTS, find_alignment
 from kvass.common.kernels.turn import Turn, turned
 from kvass.common.pool.memory import SlotMemory
 

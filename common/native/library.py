@@ -30,6 +30,14 @@ LEVELS = ("avx512bf16", "avx512", "avx2", "portable")
 LEVEL_VARIABLE = "KVASS_NATIVE_LEVEL"
 
 
+def in_use() -> str:
+    """Say what is used, for logs and status: a level, or why none; raises Invalid for a level that
+    this machine has not. Call it when a process starts, or its first transfer would find out."""
+    if os.environ.get(LEVEL_VARIABLE) == "none":
+        return f"none ({LEVEL_VARIABLE} says so)"
+    return level() or "none (not built, or not for this tree)"
+
+
 def function(name: str, result: Any, *arguments: Any) -> Callable[..., Any] | None:
     """Return a function of the library at this process's level; None without a library."""
     chosen = level()
@@ -76,8 +84,8 @@ def missing() -> str:
     path = HERE / "libkvass.so"
     if not path.exists():
         return (
-            "Kvass was installed without its compiled library, as no C++ compiler was found: "
-            "install g++ and run `make clean up`"
+            "Kvass was installed without its compiled library: there was no C++ compiler, or one "
+            "older than GCC 12 (what pip said tells which). Install g++, then `make up` builds it"
         )
     try:
         loaded = ctypes.CDLL(str(path))
@@ -86,7 +94,7 @@ def missing() -> str:
     loaded.kvass_sources.restype = ctypes.c_char_p
     expected = _sources_digest()
     if expected is not None and loaded.kvass_sources().decode() != expected:
-        return f"{path} was built from other sources: run `make` again"
+        return f"{path} was built from other sources: `make up` builds it anew"
     return ""
 
 

@@ -28,6 +28,7 @@ from kvass.common.addresses import require_own
 from kvass.common.config import DEFAULT_MODEL, Config
 from kvass.common.errors import Invalid, KvassError
 from kvass.common.membership import Role
+from kvass.common.native import library
 from kvass.common.rpc.credentials import credentials_of
 
 _log = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ def run_role(role: Role, config: Config, member_id: str, *, supervised: bool) ->
     try:
         if role != "gateway":  # before there are threads that compute, and memory
             cpus.pin(getattr(config, role).cpus, f"{role}.cpus")
+            _log.info("compiled library: %s", library.in_use())
         require_own(config.host)  # before the seconds that a model takes, as what follows
         credentials_of(config.cluster)
         if role != "store":

@@ -146,6 +146,11 @@ def doubts(members: list[dict[str, Any]]) -> list[str]:
         f"{member.get('id')} is not deterministic: {load.get('deterministic_reason')}"
         for member, load in loads
         if load.get("deterministic") == "no"
+    ] + [
+        f"{member.get('id')} computes without the compiled library, several times slower: "
+        f"{load['compiled']}"
+        for member, load in loads
+        if str(load.get("compiled", "")).startswith("none")
     ]
 
 

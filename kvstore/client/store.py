@@ -27,6 +27,7 @@ from kvass.common.errors import Invalid, KvassError
 from kvass.common.executor import ThreadExecutor
 from kvass.common.keys import Chain, Namespace, ranges_of
 from kvass.common.metrics import BlockMetrics
+from kvass.common.native import library
 from kvass.common.rpc.credentials import Credentials
 from kvass.common.rpc.dial import Dialer
 from kvass.common.rpc.hello import Hello
@@ -372,6 +373,7 @@ async def open_client(
         transfers = None
         if memory is not None:
             assert layout is not None
+            library.in_use()  # a setting that is wrong is said now, not by the first transfer
             identity = Identity(hello.host_id, hello.start_id, hello.pid)
             region = memory.region
             # Late, because it loads NIXL, which takes 0.2 s and which a gateway never needs.

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvass.common.block import BlockLayout, KvDtype
-from kvass.common.kernels.paged_plan import Frame, Shape, make_frame
 from kvass.common.kernels.torch_paged import TorchPagedKv
+from kvass.common.kernels.torch_plan import Frame, Shape, make_frame
 from kvass.common.pool.memory import SlotMemory
 
 BLOCK, KEY_TILE, LONGEST, TABLES, SLOTS = 16, 256, 530, 5, 50

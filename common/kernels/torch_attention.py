@@ -3,7 +3,7 @@
 Views of scratch memory are made once a frame and used by every layer of its steps: an operation
 costs some microseconds whatever its size, and there are tens of them a layer.
 
-It refuses to know how a step was cut (`paged_plan`) and where a layer's records are: it is handed
+It refuses to know how a step was cut (`torch_plan`) and where a layer's records are: it is handed
 the records' view.
 """
 
@@ -15,8 +15,8 @@ import torch
 
 from kvass.common.block import BlockLayout
 from kvass.common.kernels.formats import decode_into
-from kvass.common.kernels.paged_plan import Chunk, Contents, Group, Shape
-from kvass.common.kernels.paged_records import Scratch, split_records
+from kvass.common.kernels.torch_plan import Chunk, Contents, Group, Shape
+from kvass.common.kernels.torch_records import Scratch, split_records
 
 
 class ChunkWork:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvass.common.kernels.row_counts import padded_rows
+from kvass.common.kernels.torch_row_counts import padded_rows
 
 KEY_TILE = 256  # measured: smaller tiles lose to the overhead of an operation, larger to masking
 ROW_TILES = (1, 8, 32, 64, 128)
