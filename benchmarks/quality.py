@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import math
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -34,6 +36,7 @@ from kvass.common.kernels.formats import E4M3_MAX
 from kvass.common.kernels.paged import paged_kv
 from kvass.common.kernels.seam import PagedKv
 from kvass.common.kernels.turn import Turn, turned
+from kvass.common.model.key_offsets import key_offsets
 from kvass.common.model.load import Model, load_model
 from kvass.common.model.spec import ModelSpec, load_spec
 from kvass.common.pool.memory import SlotMemory
@@ -91,15 +94,17 @@ def unscaled(rows: torch.Tensor) -> torch.Tensor:
     return rows.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
 
 
-def ways_of(spec: ModelSpec, tokens: int) -> dict[str, PagedKv[Any]]:
-    """Return the ways of storing one request's KV, the exact one first."""
+def ways_of(spec: ModelSpec, tokens: int, offsets: torch.Tensor) -> dict[str, PagedKv[Any]]:
+    """Return the ways of storing one request's KV, the exact one first, as workers store it."""
     ways: dict[str, PagedKv[Any]] = {
         EXACT: WholeKv(spec, tokens, lambda rows: rows),
         UNSCALED: WholeKv(spec, tokens, unscaled),
     }
     for kv_dtype in KV_DTYPES:
         layout = BlockLayout(spec.layers, spec.kv_heads, spec.head_dim, BLOCK, kv_dtype)
-        ways[kv_dtype] = paged_kv(SlotMemory(layout, -(-tokens // BLOCK)), layout, spec.heads)
+        memory = SlotMemory(layout, -(-tokens // BLOCK))
+        taken_off = offsets if layout.has_scales else None
+        ways[kv_dtype] = paged_kv(memory, layout, spec.heads, taken_off)
     return ways
 
 
@@ -139,11 +144,13 @@ class Loss:
         self.known += len(following)
 
 
-def losses_of(model: Model, texts: Sequence[Sequence[int]]) -> dict[str, Loss]:
+def losses_of(
+    model: Model, texts: Sequence[Sequence[int]], offsets: torch.Tensor
+) -> dict[str, Loss]:
     """Compute every text in every way, the ways side by side."""
     losses: dict[str, Loss] = {}
     for text in texts:
-        ways = ways_of(model.spec, len(text))
+        ways = ways_of(model.spec, len(text), offsets)
         chunks = [log_probabilities(model, kv, text) for kv in ways.values()]
         for start, step in enumerate(zip(*chunks, strict=True)):
             following = torch.tensor(text[start * CHUNK + 1 : (start + 1) * CHUNK + 1])
@@ -188,9 +195,11 @@ def measure(contexts: dict[int, int]) -> list[Figure]:
     served = rig.Served.load()
     spec = load_spec(served.folder)
     model = load_model(served.folder, spec, dtype=torch.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        offsets = key_offsets(served.folder, spec, Path(folder, "offsets.safetensors"))
     figures: list[Figure] = []
     for context, count in contexts.items():
-        figures += figures_of(context, losses_of(model, texts_of(served, context, count)))
+        figures += figures_of(context, losses_of(model, texts_of(served, context, count), offsets))
         print(f"context of {context}: {count} texts", file=sys.stderr)
     return figures
 
