@@ -37,6 +37,8 @@ from kvass.common.kernels.paged import paged_kv
 from kvass.common.kernels.seam import PagedKv
 from kvass.common.kernels.turn import Turn
 from kvass.common.model.block_error import BOUNDS, block_error, block_errors
+from kvass.common.model.key_offsets import key_offsets
+from kvass.common.model.known_answer import keep
 from kvass.common.model.load import Model, load_model
 from kvass.common.model.products import Products
 from kvass.common.model.rope import angles, inverse_frequencies
@@ -67,17 +69,29 @@ OTHER_KERNELS = {
 
 @dataclass(slots=True)
 class Work:
-    """One text's KV in one format; the last slot is free. `error` compares a block with it."""
+    """One text's KV in one format, less `offsets`; the last slot is free. `error` compares a block
+    with it."""
 
     spec: ModelSpec
     layout: BlockLayout
     memory: SlotMemory
     tokens: Sequence[int]
+    offsets: torch.Tensor
 
     @classmethod
-    def of(cls, spec: ModelSpec, kv_dtype: KvDtype, tokens: Sequence[int]) -> Work:
+    def of(
+        cls, spec: ModelSpec, kv_dtype: KvDtype, tokens: Sequence[int], offsets: torch.Tensor
+    ) -> Work:
         layout = BlockLayout(spec.layers, spec.kv_heads, spec.head_dim, BLOCK, kv_dtype)
-        return cls(spec, layout, SlotMemory(layout, len(tokens) // BLOCK + 1), tokens)
+        return cls(spec, layout, SlotMemory(layout, len(tokens) // BLOCK + 1), tokens, offsets)
+
+    def again(self, tokens: Sequence[int]) -> Work:
+        """Return room for a text in the same format."""
+        return Work.of(self.spec, self.layout.kv_dtype, tokens, self.offsets)
+
+    def kernels(self) -> PagedKv[Any]:
+        offsets = self.offsets if self.layout.has_scales else None
+        return paged_kv(self.memory, self.layout, self.spec.heads, offsets)
 
     @property
     def blocks(self) -> int:
@@ -87,7 +101,7 @@ class Work:
         return block_error(self.memory, self.layout, block, self.blocks)
 
     def compute(self, model: Model, chunk: int = CHUNK) -> Work:
-        runner = Runner(model, paged_kv(self.memory, self.layout, self.spec.heads), BLOCK)
+        runner = Runner(model, self.kernels(), BLOCK)
         for start in range(0, len(self.tokens), chunk):
             slots = list(range(self.blocks))
             runner.run([Rows(self.tokens[start : start + chunk], start, slots)])
@@ -111,7 +125,7 @@ class OffByOne:
     """Stores the last layer's K as if each token stood one position further."""
 
     def __init__(self, work: Work) -> None:
-        self._kv: PagedKv[Any] = paged_kv(work.memory, work.layout, work.spec.heads)
+        self._kv = work.kernels()
         self.plan, self.attend = self._kv.plan, self._kv.attend
         self._last_layer = work.spec.layers - 1
         self._one = angles(torch.tensor([1]), inverse_frequencies(work.spec))
@@ -144,10 +158,10 @@ def texts(served: rig.Served, count: int) -> list[list[int]]:
 
 def in_company(model: Model, work: Work) -> Work:
     """Compute the text in other chunks, each beside another request, in other slots."""
-    again = Work.of(work.spec, work.layout.kv_dtype, [*work.tokens, *work.tokens])
+    again = work.again([*work.tokens, *work.tokens])
     slots = list(range(2 * work.blocks))
     turned = slots[work.blocks :][::-1]
-    runner = Runner(model, paged_kv(again.memory, work.layout, work.spec.heads), BLOCK)
+    runner = Runner(model, again.kernels(), BLOCK)
     for start in range(0, len(work.tokens), OTHER_CHUNK):
         piece = work.tokens[start : start + OTHER_CHUNK]
         beside = Rows([token ^ 1 for token in piece], start, slots[: work.blocks])
@@ -156,26 +170,31 @@ def in_company(model: Model, work: Work) -> Work:
     return again
 
 
-def probe(file: Path, count: int) -> None:
+def probe(file: Path, offsets_file: Path, count: int) -> None:
     """Compute every text in every format here, and leave it in a file: `other_kernels` asks."""
     torch.set_num_threads(1)
     served = rig.Served.load()
     spec = load_spec(served.folder)
     model = load_model(served.folder, spec)
+    offsets = key_offsets(served.folder, spec, offsets_file)
     found = {}
     for number, text in enumerate(texts(served, count)):
         for kv_dtype in FORMATS:
-            work = Work.of(spec, kv_dtype, text).compute(model, OTHER_CHUNK)
+            work = Work.of(spec, kv_dtype, text, offsets).compute(model, OTHER_CHUNK)
             found[f"{kv_dtype} {number}"] = work.memory.tensor.clone()
     save_file(found, file)
 
 
-def other_kernels(count: int) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+def other_kernels(
+    count: int, offsets: torch.Tensor
+) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
     """Compute every text in processes whose libraries use other instructions."""
     with tempfile.TemporaryDirectory() as folder:
+        same = Path(folder, "offsets.safetensors")
+        keep({"offsets": offsets}, same)
         for name, variables in OTHER_KERNELS.items():
             file = Path(folder, f"{len(name)}.safetensors")
-            command = [sys.executable, __file__, PROBE, str(file), str(count)]
+            command = [sys.executable, __file__, PROBE, str(file), str(same), str(count)]
             subprocess.run(command, env=os.environ | variables, check=True)
             yield name, load_file(file)
 
@@ -242,8 +261,7 @@ def position_off_by_one(work: Work, model: Model, block: int, rng: random.Random
 def another_token(work: Work, model: Model, block: int, rng: random.Random) -> None:
     tokens = list(work.tokens[block * BLOCK :][:BLOCK])
     tokens[-1] = (tokens[-1] + 1 + rng.randrange(1000)) % work.spec.vocab_size
-    kv = paged_kv(work.memory, work.layout, work.spec.heads)
-    work.compute_block(model, kv, block, tokens)
+    work.compute_block(model, work.kernels(), block, tokens)
 
 
 # Each with its name, and whether the bound alone must find it too.
@@ -286,12 +304,13 @@ def honest_errors(
     for work in works.values():
         again = in_company(model, work)
         seen(work.layout.kv_dtype, "other chunks and company", work.largest(again.memory.tensor))
-    for way, found in other_kernels(len(works) // len(FORMATS)):
+    offsets = next(iter(works.values())).offsets
+    for way, found in other_kernels(len(works) // len(FORMATS), offsets):
         for name, work in works.items():
             seen(work.layout.kv_dtype, way, work.largest(found[name]))
     full = load_model(served.folder, spec, dtype=torch.float32)
     for work in works.values():
-        other = Work.of(spec, work.layout.kv_dtype, work.tokens).compute(full)
+        other = work.again(work.tokens).compute(full)
         seen(work.layout.kv_dtype, "weights in float32", work.largest(other.memory.tensor))
     return most
 
@@ -302,8 +321,10 @@ def measure(quick: bool) -> tuple[list[Figure], list[str]]:
     spec = load_spec(served.folder)
     torch.set_num_threads(1)  # the bits are asked for, and threads wait for each other
     model = load_model(served.folder, spec, projection_of=Products(uses()).projection)
+    with tempfile.TemporaryDirectory() as folder:
+        offsets = key_offsets(served.folder, spec, Path(folder, "offsets.safetensors"))
     works = {
-        f"{kv_dtype} {number}": Work.of(spec, kv_dtype, text).compute(model)
+        f"{kv_dtype} {number}": Work.of(spec, kv_dtype, text, offsets).compute(model)
         for number, text in enumerate(texts(served, QUICK_TEXTS if quick else TEXTS))
         for kv_dtype in FORMATS
     }
@@ -336,7 +357,7 @@ def _format(figure: Figure) -> KvDtype:
 
 def main() -> int:
     if PROBE in sys.argv:
-        probe(Path(sys.argv[-2]), int(sys.argv[-1]))
+        probe(Path(sys.argv[-3]), Path(sys.argv[-2]), int(sys.argv[-1]))
         return 0
     given = rig.options((__doc__ or "").splitlines()[0])
     figures, wrong = measure(given.quick)

@@ -322,8 +322,8 @@ def _validate_tenants(store: StoreConfig) -> None:
             )
 
 
-# See model/identity.py; "namespace" depends on "device_kind".
-_WORKERS_KNOW = frozenset({"device_kind", "namespace"})
+# See model/identity.py; "namespace" depends on the others.
+_WORKERS_KNOW = frozenset({"device_kind", "model_weights_k_offsets", "namespace"})
 
 
 def difference(ours: Mapping[str, object], theirs: Mapping[str, object]) -> str | None:

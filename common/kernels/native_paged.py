@@ -59,6 +59,7 @@ class _Pool(ctypes.Structure):
         ("value_rotated", _I64),
         ("window", _I64),
         ("soft_cap", ctypes.c_double),
+        ("key_offsets", _P),
     ]
 
 
@@ -120,27 +121,37 @@ class NativePagedKv:
         memory: SlotMemory,
         layout: BlockLayout,
         query_heads: int,
+        key_offsets: torch.Tensor | None = None,
         *,
         threads: int | None = None,
         level: str | None = None,
         window: int = 0,
         soft_cap: float = 0.0,
     ) -> None:
-        """`threads` and `level` default to this process's. Rows attend to the last `window`
+        """`key_offsets` float32 [layers, H, D] are taken off K, turned, before it is rotated.
+        `threads` and `level` default to this process's. Rows attend to the last `window`
         positions, and scores are bounded by soft_cap · tanh(score / soft_cap); 0: neither.
         """
+        assert key_offsets is None or layout.has_scales, layout
         if query_heads % layout.kv_heads:
             raise Invalid(
                 f"{query_heads} query heads are no multiple of {layout.kv_heads} KV heads"
             )
         if why := unsupported(layout, query_heads):
             raise Invalid(f"compiled attention: {why}")
+        if key_offsets is not None and soft_cap:
+            raise Invalid("a soft-cap sees K's offsets: q times them would have to be added back")
         at_level = level or library.level()
         if at_level is None:
             raise Invalid(f"compiled attention: {library.missing() or 'switched off'}")
         self.reason = f"attention compiled for {at_level}"
         self._threads = threads or torch.get_num_threads()
         self._memory = memory  # its mapping must outlive the address below
+        if key_offsets is not None:
+            assert key_offsets.dtype == torch.float32, key_offsets.dtype
+            assert key_offsets.shape == (layout.layers, layout.kv_heads, layout.head_dim)
+            key_offsets = key_offsets.contiguous()
+        self._key_offsets = key_offsets  # so must these
         self._heads = (query_heads, layout.kv_heads, layout.head_dim)
         self._block_tokens = layout.block_tokens
         self._pool = _Pool(
@@ -161,6 +172,7 @@ class NativePagedKv:
             value_rotated=layout.kv_dtype == "int8",
             window=window,
             soft_cap=soft_cap,
+            key_offsets=None if key_offsets is None else key_offsets.data_ptr(),
         )
         self._partials = torch.empty(0)
         self._level = at_level

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from typing import Any, Protocol
 
+import torch
+
 from kvass.common.block import BlockLayout
 from kvass.common.kernels.native_paged import NativePagedKv, unsupported
 from kvass.common.kernels.seam import PagedKv
@@ -35,11 +37,19 @@ class Kernels(PagedKv[Any], Protocol):
     def bits(self) -> str: ...
 
 
-def paged_kv(memory: SlotMemory, layout: BlockLayout, query_heads: int) -> Kernels:
-    """Return the kernels for a pool; raises Invalid where no implementation serves the model."""
+def paged_kv(
+    memory: SlotMemory,
+    layout: BlockLayout,
+    query_heads: int,
+    key_offsets: torch.Tensor | None = None,
+) -> Kernels:
+    """Return the kernels for a pool; raises Invalid where no implementation serves the model.
+
+    `key_offsets` float32 [layers, H, D] are taken off K before it is stored.
+    """
     if library.level() is None:
-        return TorchPagedKv(memory, layout, query_heads)
+        return TorchPagedKv(memory, layout, query_heads, key_offsets)
     if why := unsupported(layout, query_heads):
         _log.warning("compiled attention does not serve this model (%s): torch's does", why)
-        return TorchPagedKv(memory, layout, query_heads)
-    return NativePagedKv(memory, layout, query_heads)
+        return TorchPagedKv(memory, layout, query_heads, key_offsets)
+    return NativePagedKv(memory, layout, query_heads, key_offsets)

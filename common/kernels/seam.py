@@ -45,7 +45,8 @@ class PagedKv(Protocol[Plan]):
     ) -> None:
         """Quantise and store new KV of `layer`: k and v [M, H, D], into token `offsets` int64 [M]
         (0 … block_tokens-1) of `slots` int64 [M]. Turns k by its rows' positions (`turn`, of these
-        M rows; None: it is turned already) and rotates K (and V for integer formats) itself.
+        M rows; None: it is turned already), takes K's offsets off and rotates K (and V for integer
+        formats) itself.
         Touches no byte of any other token."""
         ...
 

@@ -54,7 +54,15 @@ class TorchPagedKv:
     step, whose frame may fit the next one.
     """
 
-    def __init__(self, memory: SlotMemory, layout: BlockLayout, query_heads: int) -> None:
+    def __init__(
+        self,
+        memory: SlotMemory,
+        layout: BlockLayout,
+        query_heads: int,
+        key_offsets: torch.Tensor | None = None,
+    ) -> None:
+        """`key_offsets` float32 [layers, H, D] are taken off K, turned, before it is rotated."""
+        assert key_offsets is None or layout.has_scales, layout
         if query_heads % layout.kv_heads:
             raise Invalid(
                 f"{query_heads} query heads are no multiple of {layout.kv_heads} KV heads"
@@ -82,6 +90,7 @@ class TorchPagedKv:
             row_alignment=alignment or ALIGNMENTS[0],
         )
         self._layout = layout
+        self._key_offsets = key_offsets
         self._records = [records_of(memory.tensor, layout, layer) for layer in range(layout.layers)]
         self._scratch = Scratch()
         self._last: Step | None = None
@@ -120,7 +129,10 @@ class TorchPagedKv:
     ) -> None:
         """Quantise and store k and v [M, H, D] at token `offsets` of `slots`, int64 [M]."""
         layout, records = self._layout, self._records[layer]
-        k, v = _rotated(turned(k, turn), self._rotate_k), _rotated(v.float(), self._rotate_v)
+        k = turned(k, turn)
+        if self._key_offsets is not None:
+            k = k - self._key_offsets[layer]
+        k, v = _rotated(k, self._rotate_k), _rotated(v.float(), self._rotate_v)
         rows = torch.stack([k, v], 1)
         codes, scales = encode(rows, layout.kv_dtype)
         split = (-1, 2, layout.head_groups, layout.group_heads)

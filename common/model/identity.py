@@ -2,8 +2,9 @@
 
 `cluster_fields` is the readable form: exchanged on connect, a difference is refused with the field
 named. The namespace is its hash, the root of every key. What changes a bit of stored KV is in both.
-That includes the kind of device, which only workers know: they add it, and with it the namespace;
-others compare the rest (`config.difference`), and learn the namespace from the workers.
+That includes the kind of device and K's offsets, which only workers know: they add them, and with
+them the namespace; others compare the rest (`config.difference`), and learn the namespace from the
+workers.
 
 No supported rope depends on the total length (spec.py refuses those that do), so `max_model_len` is
 agreed on but does not enter the namespace.
@@ -62,10 +63,18 @@ def cluster_fields(
 
 
 def worker_fields(
-    model_dir: Path, spec: ModelSpec, cluster: ClusterConfig, device_kind: str
+    model_dir: Path,
+    spec: ModelSpec,
+    cluster: ClusterConfig,
+    device_kind: str,
+    k_offsets: str = "none",
 ) -> dict[str, str | int]:
-    """Return `cluster_fields` with what all workers must agree on, their namespace included."""
-    identity = _identity(model_dir, spec, cluster) | {"device_kind": device_kind}
+    """Return `cluster_fields` with what all workers must agree on, their namespace included.
+
+    `k_offsets` is the digest of what is taken off K (`key_offsets`).
+    """
+    identity = _identity(model_dir, spec, cluster)
+    identity |= {"device_kind": device_kind, "model_weights_k_offsets": k_offsets}
     namespace = namespace_of(dict[str, Canonical](identity))
     return {
         **identity,
@@ -91,7 +100,6 @@ def _identity(model_dir: Path, spec: ModelSpec, cluster: ClusterConfig) -> dict[
     return {
         **layout_of(spec, cluster).identity(),
         "kv_rotation": _ROTATION[cluster.kv_dtype],
-        "k_offsets": "none",
         "model_adapter": "none",
         "model_architecture": spec.architecture,
         "model_attention": f"{spec.heads} heads on {spec.kv_heads}, scale 1/sqrt({spec.head_dim})",

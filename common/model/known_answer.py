@@ -36,43 +36,53 @@ TOKENS = 64
 ERROR_MAX = 0.2
 
 
-def prompt(spec: ModelSpec) -> list[int]:
+def prompt(spec: ModelSpec, count: int = TOKENS) -> list[int]:
     """Return the fixed prompt: ids spread over the vocabulary, none of them repeated."""
-    return [(7919 * index + 101) % spec.vocab_size for index in range(TOKENS)]
+    return [(7919 * index + 101) % spec.vocab_size for index in range(count)]
 
 
 def known_answer(model_dir: Path, spec: ModelSpec, file: Path) -> torch.Tensor:
     """Return K and V float32 [layers, 2, tokens, heads, head_dim], from `file` or computed now."""
     if file.is_file():
         return load_file(file)["kv"]
-    kv = _DenseKv(spec)
-    tokens = torch.tensor(prompt(spec))
-    positions = torch.arange(TOKENS)
-    model = load_model(model_dir, spec, dtype=torch.float32)
-    model.forward(tokens, positions, kv, None, None, positions, positions, None)
-    answer = torch.stack(kv.stored)
-    _keep(answer, file)
+    answer = computed_kv(model_dir, spec, prompt(spec))
+    keep({"kv": answer}, file)
     return answer
 
 
-def _keep(answer: torch.Tensor, file: Path) -> None:
+def computed_kv(model_dir: Path, spec: ModelSpec, tokens: list[int]) -> torch.Tensor:
+    """Return K (turned) and V float32 [layers, 2, tokens, heads, head_dim] of one dense pass."""
+    kv = _DenseKv(spec)
+    positions = torch.arange(len(tokens))
+    model = load_model(model_dir, spec, dtype=torch.float32)
+    model.forward(torch.tensor(tokens), positions, kv, None, None, positions, positions, None)
+    return torch.stack(kv.stored)
+
+
+def keep(tensors: dict[str, torch.Tensor], file: Path) -> None:
     """Save what takes seconds to compute. A full disk costs the next start those, and no more."""
     partial = file.with_suffix(f".{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        save_file({"kv": answer}, partial)
+        save_file(tensors, partial)
         partial.rename(file)  # workers that start together compute the same; the last one stays
     except (OSError, SafetensorError) as error:
-        _log.warning("the known answer is not kept in %s: %s", file, error)
+        _log.warning("%s is not kept: %s", file, error)
         with contextlib.suppress(OSError):
             partial.unlink()
 
 
-def check(answer: torch.Tensor, spec: ModelSpec, runner: Runner, memory: SlotMemory) -> None:
+def check(
+    answer: torch.Tensor,
+    spec: ModelSpec,
+    runner: Runner,
+    memory: SlotMemory,
+    offsets: torch.Tensor | None = None,
+) -> None:
     """Prefill the prompt in the pool's first slots and compare; raises Unavailable when it is
     wrong.
 
-    The pool must be unused.
+    The pool must be unused. `offsets` [layers, heads, head_dim] were taken off K (`key_offsets`).
     """
     layout = memory.layout
     slots = list(range(-(-TOKENS // layout.block_tokens)))
@@ -80,6 +90,8 @@ def check(answer: torch.Tensor, spec: ModelSpec, runner: Runner, memory: SlotMem
     for layer in range(layout.layers):
         for value in (False, True):
             stored = read_back(memory, layout, slots, layer, value)[:TOKENS]
+            if offsets is not None and not value:
+                stored = stored + offsets[layer]
             expected = answer[layer, int(value)]
             error = float((stored - expected).norm() / expected.norm())
             if not error <= ERROR_MAX:  # also when it is NaN

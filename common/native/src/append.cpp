@@ -96,6 +96,11 @@ void quantise(const Pool& pool, const float* row, unsigned char* codes, unsigned
   }
 }
 
+void subtract(const Pool& pool, int64_t layer, int64_t head, float* numbers) {
+  const float* offsets = pool.key_offsets + (layer * pool.kv_heads + head) * pool.head_dim;
+  for (int64_t i = 0; i < pool.head_dim; i++) numbers[i] -= offsets[i];
+}
+
 void append_row(const Appending& work, int64_t row) {
   const Pool& pool = *work.pool;
   const int64_t code_bytes = pool.format == kBf16 ? 2 : 1, offset = work.offsets[row];
@@ -105,6 +110,7 @@ void append_row(const Appending& work, int64_t row) {
     const Place place = place_of(pool, work.layer, head, code_bytes);
     for (int value = 0; value < 2; value++) {
       read_head(work.rows[value], row, head, pool.head_dim, value ? nullptr : work.turn, numbers);
+      if (!value && pool.key_offsets != nullptr) subtract(pool, work.layer, head, numbers);
       if (value ? pool.value_rotated : pool.key_rotated)
         rotate(numbers, pool.head_dim, pool.rotation);
       quantise(pool, numbers, slot + place.codes[value] + offset * pool.head_dim * code_bytes,

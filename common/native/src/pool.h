@@ -11,6 +11,7 @@ enum Format : int64_t { kFp8 = 0, kInt8 = 1, kBf16 = 2 };
 // Sizes and distances in bytes, from `BlockLayout`. `rotation` is the width of a block of the Hadamard
 // matrix, `key_rotated` and `value_rotated` say what is stored rotated. `window` is how many positions
 // a row attends to, its own the last, and `soft_cap` bounds scores by cap * tanh(score / cap); 0: off.
+// `key_offsets` [layer][KV head][number] are taken off K before it is rotated and stored; null: none.
 struct Pool {
   unsigned char* memory;
   int64_t block_size, group_size, layer_size, record_size, codes_size;
@@ -18,6 +19,7 @@ struct Pool {
   int64_t format, rotation, key_rotated, value_rotated;
   int64_t window;
   double soft_cap;
+  const float* key_offsets;
 };
 
 // Where a KV head's numbers are in every slot: offsets from the slot's start.
