@@ -27,6 +27,7 @@ from pydantic.dataclasses import dataclass
 
 from kvass.common.block import KvDtype
 from kvass.common.errors import Invalid
+from kvass.common.kernels.numerics import WeightFormat
 
 _STRICT = ConfigDict(extra="forbid")
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -60,6 +61,7 @@ class ClusterConfig:
     model: str = DEFAULT_MODEL  # the default model's name, or a directory of safetensors
     served_model_name: str = ""  # empty: the default's name, or the directory's
     kv_dtype: KvDtype = "fp8"
+    weights: WeightFormat = "bf16"  # what the layers' matrices and the logits' are kept as
     block_tokens: int = 16
     head_groups: int = 1  # the largest tensor-parallel degree that is served
     max_model_len: int = 0  # tokens; 0: what the model was made for
@@ -329,10 +331,12 @@ _WORKERS_KNOW = frozenset({"device_kind", "model_weights_k_offsets", "namespace"
 def difference(ours: Mapping[str, object], theirs: Mapping[str, object]) -> str | None:
     """Return the first field, in name order, in which two members' cluster values differ.
 
-    What only workers know is compared where both say it.
+    The namespace comes last: it differs because another one does. What only workers know is
+    compared where both say it.
     """
     names = ours.keys() | theirs.keys()
-    for name in sorted(names - (_WORKERS_KNOW - (ours.keys() & theirs.keys()))):
+    compared = names - (_WORKERS_KNOW - (ours.keys() & theirs.keys()))
+    for name in sorted(compared, key=lambda name: (name == "namespace", name)):
         if ours.get(name) != theirs.get(name):
             return name
     return None

@@ -61,6 +61,7 @@ def test_bare_words(override: str, read: str | None) -> None:
         ("store.slab_bytes=8 furlongs", "store.slab_bytes is '8 furlongs'; expected bytes"),
         ("cluster=1", "cluster"),
         ("host.a=1", "host"),
+        ("cluster.weights=int3", "cluster.weights.*'int8'"),
         ("cluster.kv_dtype=fp4", "cluster.kv_dtype.*'fp8'"),
         ("cluster.block_tokens=0", "block_tokens is 0; expected 1 to 256"),
         ("cluster.block_tokens=many", "cluster.block_tokens"),

@@ -132,6 +132,7 @@ def test_every_difference_is_named_and_changes_the_namespace(tmp_path: Path) -> 
     assert difference(ours, worker_fields(tmp_path / "a", spec, cluster, "cpu")) is None
     cases: list[tuple[str, ClusterConfig, dict[str, Any]]] = [
         ("kv_dtype", ClusterConfig(kv_dtype="int8"), {}),
+        ("weights", ClusterConfig(weights="int8"), {}),
         ("block_tokens", ClusterConfig(block_tokens=32), {}),
         ("model_weights", cluster, {"fill": 3}),
         ("model_rope", cluster, {"rope_theta": 1.0}),

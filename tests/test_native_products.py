@@ -115,7 +115,7 @@ def test_a_product_writes_its_values_and_nothing_else(
     values, size = count * outputs, 2 if rounded else 4
     out = torch.full((values * size + 128,), 0xA5, dtype=torch.uint8)
     packed._multiply()(
-        2, rows.data_ptr(), count, inputs, weight.panels.data_ptr(), outputs, None,
+        2, rows.data_ptr(), count, inputs, 0, weight.panels.data_ptr(), outputs, None,
         out.data_ptr(), rounded,
     )  # fmt: skip
     dtype = torch.bfloat16 if rounded else torch.float32

@@ -6,5 +6,12 @@ its libraries make of the same version is `model/device_kind.py`'s to say.
 
 from __future__ import annotations
 
+from typing import Literal
+
 # Bump it whenever an implementation changes a bit of what is stored.
 NUMERICS = "paged-2"
+
+# What bf16 weights are executed as (`weight_formats.py`), and its name in the namespace: all that
+# changes a value.
+WeightFormat = Literal["bf16", "int8"]
+WEIGHTS: dict[WeightFormat, str] = {"bf16": "bf16", "int8": "int8, groups of 32"}

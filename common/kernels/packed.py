@@ -1,9 +1,10 @@
 """Products with weights that were packed once, by the compiled library.
 
-A weight is kept in the order in which the library reads it and in no other: with few rows a product
-takes as long as memory takes to bring its weights, and with many as long as the arithmetic. One
-sum has one order, whatever is computed beside it (native/src/products.cpp), so a row's bits do not
-depend on the number of rows or threads.
+A weight is kept as bf16, or as codes that become bf16 on their way (`weight_formats.py`), in the
+order in which the library reads it and in no other: with few rows a product takes as long as memory
+takes to bring its weights, and with many as long as the arithmetic. One sum has one order, whatever
+is computed beside it and whatever the weight is kept as (native/src/products.cpp), so a row's bits
+do not depend on the number of rows or threads.
 
 Measured in the default model's shapes, beside torch's products in one run (benchmarks/engine.py):
 with one row 34 GB/s of weights on one thread (torch 14; memory gives 37) and 40 on two (torch 20);
@@ -20,15 +21,18 @@ import functools
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 import torch.nn.functional as F
 
+from kvass.common.kernels.numerics import WeightFormat
+from kvass.common.kernels.weight_formats import GROUP, Coded
 from kvass.common.native import library
 
 LEVEL = "avx512bf16"  # the only one that it is compiled for
-PANEL = 32  # outputs; as in products.cpp
+PANEL = 32  # outputs; as in panels.h
+_NUMBERS: dict[WeightFormat, int] = {"bf16": 0, "int8": 1}  # as in products.cpp
 _HUGE = 2 << 20
 _PIECE = 128 << 20  # mapped at once; what is not written takes no memory
 
@@ -66,29 +70,40 @@ def _mapped(size: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A bf16 weight [outputs, inputs] in panels of 32 outputs, and its bias in float32."""
+    """A weight [outputs, inputs] in panels of 32 outputs, and its bias in float32."""
 
     outputs: int
     inputs: int
     panels: torch.Tensor
     bias: torch.Tensor | None
     threads: int
+    format: WeightFormat = "bf16"
 
     @classmethod
     def of(
-        cls, weight: torch.Tensor, bias: torch.Tensor | None, threads: int, pages: HugePages
+        cls,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        threads: int,
+        pages: HugePages,
+        format: WeightFormat = "bf16",
     ) -> PackedWeight:
-        """Pack a copy of `weight`; outputs and inputs that fill a panel up are zero."""
+        """Pack a copy of bf16 `weight`; outputs and inputs that fill a panel up are zero."""
         assert weight.dtype == torch.bfloat16
         outputs, inputs = weight.shape
         more = -outputs % PANEL
         if more or inputs % 2:
             weight = F.pad(weight, (0, inputs % 2, 0, more))
-        pairs = weight.view(-1, PANEL, weight.shape[1] // 2, 2).transpose(1, 2)
-        panels = pages.take(pairs.numel())[: pairs.numel()].view(pairs.shape).copy_(pairs)
+        match format:
+            case "bf16":
+                panels = _kept(_pairs(weight), pages)
+            case "int8":
+                panels = _kept(_int8_panels(Coded.of(weight)), pages)
+            case _:
+                assert_never(format)
         if bias is not None:
             bias = F.pad(bias.float(), (0, more))
-        return cls(outputs, inputs, panels, bias, threads)
+        return cls(outputs, inputs, panels, bias, threads, format)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Return bf16 rows [N, inputs] times the weight, plus the bias, rounded to bf16 once."""
@@ -107,6 +122,7 @@ class PackedWeight:
             rows.data_ptr(),
             count,
             self.inputs,
+            _NUMBERS[self.format],
             self.panels.data_ptr(),
             self.outputs,
             None if self.bias is None else self.bias.data_ptr(),
@@ -116,8 +132,30 @@ class PackedWeight:
         return out
 
 
+def _kept(panels: torch.Tensor, pages: HugePages) -> torch.Tensor:
+    """Return a copy in pages of 2 MiB."""
+    room = pages.take(-(-panels.nbytes // 2)).view(panels.dtype)
+    return room[: panels.numel()].view(panels.shape).copy_(panels)
+
+
+def _pairs(values: torch.Tensor) -> torch.Tensor:
+    """Return [panels, pairs, outputs, 2] of [outputs, inputs]."""
+    return values.view(-1, PANEL, values.shape[1] // 2, 2).transpose(1, 2)
+
+
+def _int8_panels(coded: Coded) -> torch.Tensor:
+    """Return panels uint8 [panels, bytes]: before each group's codes its scales."""
+    groups = coded.scales.shape[1]
+    scales = coded.scales.view(-1, PANEL, groups).transpose(1, 2).contiguous().view(torch.uint8)
+    codes = _pairs(coded.codes.flatten(1)).reshape(-1, groups, GROUP * PANEL).view(torch.uint8)
+    panels = torch.cat([scales, codes], -1).flatten(1)
+    beyond = coded.codes.shape[1] * GROUP - coded.inputs
+    return panels[:, : panels.shape[1] - beyond * PANEL]
+
+
 @functools.cache
 def _multiply() -> Callable[..., Any]:
     number, address = ctypes.c_int64, ctypes.c_void_p
-    arguments = (ctypes.c_int, address, number, number, address, number, address, address)
-    return library.function_at("kvass_multiply", LEVEL, None, *arguments, ctypes.c_int)
+    rows = (ctypes.c_int, address, number, number)
+    arguments = (*rows, ctypes.c_int, address, number, address, address, ctypes.c_int)
+    return library.function_at("kvass_multiply", LEVEL, None, *arguments)

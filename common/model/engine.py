@@ -87,10 +87,11 @@ def open_engine(config: Config, worker: WorkerConfig, role: str) -> Engine:
     layout = identity.layout_of(spec, config.cluster)
     max_model_len = identity.max_model_len(spec, config.cluster)
     slots = pool_slots(layout, worker, role, max_model_len)
-    digest = weights_digest(model_dir, spec)
-    answer_file = cache_dir() / "known-answers" / f"{digest[:32]}.safetensors"
-    answer = known_answer.known_answer(model_dir, spec, answer_file)
-    products = Products(uses())
+    digest, weights = weights_digest(model_dir, spec), config.cluster.weights
+    suffix = "" if weights == "bf16" else f".{weights}"
+    answer_file = cache_dir() / "known-answers" / f"{digest[:32]}{suffix}.safetensors"
+    answer = known_answer.known_answer(model_dir, spec, answer_file, weights)
+    products = Products(uses(), weights)
     model = load_model(model_dir, spec, projection_of=products.projection)
     memory = SlotMemory(layout, slots)
     offsets = None

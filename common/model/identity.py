@@ -20,12 +20,12 @@ from pathlib import Path
 from kvass.common.block import BlockLayout, KvDtype
 from kvass.common.config import ClusterConfig
 from kvass.common.errors import Invalid
-from kvass.common.kernels.numerics import NUMERICS
+from kvass.common.kernels.numerics import NUMERICS, WEIGHTS
 from kvass.common.keys import KEY_BYTES, Canonical, Namespace, namespace_of
 from kvass.common.model.checkpoint import weights_digest
 from kvass.common.model.spec import ModelSpec
 
-# The format that the weights are executed in, whatever the checkpoint holds.
+# What is computed in; `weights` says what a weight's values are, whatever the checkpoint holds.
 EXECUTED_DTYPE = "bf16"
 # Which of K and V are stored rotated by the Hadamard matrix (`kernels/rotation.py`).
 _ROTATION: dict[KvDtype, str] = {"fp8": "hadamard k", "int8": "hadamard k v", "bf16": "none"}
@@ -93,10 +93,7 @@ def namespace_in(fields: Mapping[str, str | int]) -> Namespace | None:
 
 
 def _identity(model_dir: Path, spec: ModelSpec, cluster: ClusterConfig) -> dict[str, str | int]:
-    """Everything that changes a bit of stored KV, each under a name of its own.
-
-    The names sort before "namespace", so that a difference is reported by its cause.
-    """
+    """Everything that changes a bit of stored KV, each under a name of its own."""
     return {
         **layout_of(spec, cluster).identity(),
         "kv_rotation": _ROTATION[cluster.kv_dtype],
@@ -109,6 +106,7 @@ def _identity(model_dir: Path, spec: ModelSpec, cluster: ClusterConfig) -> dict[
         "model_tokenizer": _file_digest(model_dir / "tokenizer.json"),
         "model_weights": weights_digest(model_dir, spec),
         "kernels_numerics": NUMERICS,
+        "weights": WEIGHTS[cluster.weights],
     }
 
 

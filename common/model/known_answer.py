@@ -1,10 +1,12 @@
 """A worker's known answer: before it may commit blocks, it computes some whose content is known.
 
 The answer is K and V of a fixed prompt, computed once a model in float32 by a dense pass that
-shares no kernel, no quantisation and no pool with the worker's own path, and kept beside the cached
-models. The worker prefills the same prompt through everything it will use (weights in their dtype,
-kernels, its pool's memory) and reads the stored bytes back by `BlockLayout`'s offsets. Bad memory,
-a bad kernel or wrong weights are far outside the bound; rounding is far inside.
+shares no kernel, no quantisation of KV and no pool with the worker's own path, and kept beside the
+cached models. Weights that are executed as codes have the codes' values there too: what they lose
+is the operator's choice and no fault. The worker prefills the same prompt through everything it
+will use (weights as it keeps them, kernels, its pool's memory) and reads the stored bytes back by
+`BlockLayout`'s offsets. Bad memory, a bad kernel or wrong weights are far outside the bound;
+rounding is far inside.
 """
 
 from __future__ import annotations
@@ -21,9 +23,12 @@ from safetensors.torch import load_file, save_file
 from kvass.common.block import BlockLayout
 from kvass.common.errors import Unavailable
 from kvass.common.kernels.formats import CODE_DTYPES, decode
+from kvass.common.kernels.numerics import WeightFormat
 from kvass.common.kernels.rotation import hadamard
 from kvass.common.kernels.turn import Turn, turned
+from kvass.common.kernels.weight_formats import executed
 from kvass.common.model.load import load_model
+from kvass.common.model.projection import Projection, ProjectionOf, of_any_count
 from kvass.common.model.runner import Rows, Runner
 from kvass.common.model.spec import ModelSpec
 from kvass.common.pool.memory import SlotMemory
@@ -41,20 +46,33 @@ def prompt(spec: ModelSpec, count: int = TOKENS) -> list[int]:
     return [(7919 * index + 101) % spec.vocab_size for index in range(count)]
 
 
-def known_answer(model_dir: Path, spec: ModelSpec, file: Path) -> torch.Tensor:
+def known_answer(
+    model_dir: Path, spec: ModelSpec, file: Path, weights: WeightFormat = "bf16"
+) -> torch.Tensor:
     """Return K and V float32 [layers, 2, tokens, heads, head_dim], from `file` or computed now."""
     if file.is_file():
         return load_file(file)["kv"]
-    answer = computed_kv(model_dir, spec, prompt(spec))
+
+    def projection_of(weight: torch.Tensor, bias: torch.Tensor | None) -> Projection:
+        if weights != "bf16":
+            weight = executed(weight.to(torch.bfloat16), weights).float()
+        return of_any_count(weight, bias)
+
+    answer = computed_kv(model_dir, spec, prompt(spec), projection_of)
     keep({"kv": answer}, file)
     return answer
 
 
-def computed_kv(model_dir: Path, spec: ModelSpec, tokens: list[int]) -> torch.Tensor:
+def computed_kv(
+    model_dir: Path,
+    spec: ModelSpec,
+    tokens: list[int],
+    projection_of: ProjectionOf = of_any_count,
+) -> torch.Tensor:
     """Return K (turned) and V float32 [layers, 2, tokens, heads, head_dim] of one dense pass."""
     kv = _DenseKv(spec)
     positions = torch.arange(len(tokens))
-    model = load_model(model_dir, spec, dtype=torch.float32)
+    model = load_model(model_dir, spec, dtype=torch.float32, projection_of=projection_of)
     model.forward(torch.tensor(tokens), positions, kv, None, None, positions, positions, None)
     return torch.stack(kv.stored)
 

@@ -33,7 +33,9 @@ import torch
 import torch.nn.functional as F
 
 from kvass.common.kernels import packed
+from kvass.common.kernels.numerics import WeightFormat
 from kvass.common.kernels.packed import HugePages, PackedWeight
+from kvass.common.kernels.weight_formats import executed
 from kvass.common.model.projection import Projection, TorchProjection
 
 # A step's rows are padded to one of these, so a step computes at most a fifth more than it needs,
@@ -79,12 +81,15 @@ class Kind(NamedTuple):
 class Products:
     """One model's products, each kind of them tried when it is first met.
 
+    bf16 weights are executed as `weights` says.
+
     Mutable fields: `packed` (kinds of packed weights), `found` (safe counts of torch's products by
     kind; empty: none were), `failures` (what was found in place of safe counts), `_bits` (of what
     the tried products gave), `_pages` (where packed weights are).
     """
 
     uses: Sequence[Use]
+    weights: WeightFormat = "bf16"
     packed: set[Kind] = field(default_factory=set)
     found: dict[Kind, tuple[int, ...]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
@@ -94,12 +99,14 @@ class Products:
     def projection(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Projection:
         """Return what multiplies by this weight; it may keep a copy of its own instead."""
         if weight.dtype != torch.bfloat16 or not packed.available():
+            if weight.dtype == torch.bfloat16:
+                weight = executed(weight, self.weights)
             return TorchProjection(weight, bias, self.counts_of(weight, bias))
         kind = Kind.of(weight, bias)
         if kind not in self.packed:
             self.packed.add(kind)
             self._note_packed(kind)
-        return PackedWeight.of(weight, bias, self._threads, self._pages)
+        return PackedWeight.of(weight, bias, self._threads, self._pages, self.weights)
 
     def counts_of(self, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[int, ...]:
         """Return the row counts for `layers.linear`; empty when none are safe."""
@@ -130,7 +137,7 @@ class Products:
         """Note the bits that tell this order of sums: outputs and rows are alike, so a few do."""
         few = kind._replace(outputs=min(kind.outputs, _TABLE_ROWS))
         rows, weight, bias = _telling(few, WIDE_ROWS)
-        product = PackedWeight.of(weight, bias, self._threads, HugePages())
+        product = PackedWeight.of(weight, bias, self._threads, HugePages(), self.weights)
         self._bits.update(product.logits(rows).view(torch.uint8).numpy().data)
 
     @torch.inference_mode()

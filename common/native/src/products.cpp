@@ -1,8 +1,9 @@
 // Matrix products of bf16 rows with bf16 weights that were packed once.
 //
-// A weight [outputs, inputs] lies in panels of 32 outputs: for each pair of inputs, the pair's two
-// weights of one output after the other. A panel is read from its first byte to its last, and so are
+// A weight [outputs, inputs] lies in panels of 32 outputs (panels.h), as bf16 or as codes of fewer
+// bits, which become bf16 on their way. A panel is read from its first byte to its last, and so are
 // all panels that one thread computes: with few rows a product takes as long as reading its weights.
+// For more rows than a block has, a panel of codes is made bf16 once, in memory that stays in a cache.
 //
 // Each value of the result has one float32 sum of its own, which takes the pairs of inputs in
 // ascending order, two products at a time (vdpbf16ps). Neither the number of rows, nor which rows and
@@ -17,26 +18,37 @@
 
 #include <immintrin.h>
 
+#include <cstdlib>
 #include <cstring>
 
+#include "panels.h"
 #include "threads.h"
 
 namespace {
 
-constexpr int64_t kPanel = 32;                   // outputs: two vectors of sums a row
-constexpr int64_t kPanelPair = 2 * kPanel;       // values of a panel for one pair of inputs
 constexpr int kBlock = 12;                       // rows: 24 of 32 registers hold sums
-constexpr int64_t kAhead = 4096;                 // bytes; measured: 2 to 8 KiB are alike
 constexpr int64_t kChunkBytes = 640 << 10;       // of rows that stay in a second-level cache
 constexpr int64_t kPartWork = int64_t{1} << 21;  // pairs of inputs and values: some 50 microseconds
+
+struct Product;
+using Multiply = void (*)(const Product&, int64_t, int64_t, const uint8_t*);
+
+// What weights are kept as.
+struct Format {
+  Multiply multiply[kBlock + 1];  // by the number of rows
+  int64_t (*size)(int64_t pairs);  // bytes of a panel
+  void (*unpack)(const uint8_t*, int64_t pairs, uint8_t*);
+};
 
 struct Product {
   const uint16_t* rows;
   int64_t count, inputs, outputs;
-  const uint16_t* weight;
+  const uint8_t* weight;
   const float* bias;  // of whole panels, or null
   void* out;          // bf16, or float32 when not `rounded`
   bool rounded;
+  const Format* format;
+  int64_t panel_size;   // bytes
   int64_t chunk;        // rows of a chunk; parts are chunks of rows times ranges of panels
   int64_t ranges;       // of panels
   int64_t range_panels;  // panels of a range
@@ -48,8 +60,6 @@ Value load(const void* from) {
   memcpy(&value, from, sizeof value);
   return value;
 }
-
-int64_t up(int64_t value, int64_t unit) { return (value + unit - 1) / unit; }
 
 // Rounds and stores what a row has of a panel; outputs beyond the last are not written.
 void store(const Product& p, int64_t row, int64_t output, __m512 low, __m512 high) {
@@ -70,52 +80,70 @@ void store(const Product& p, int64_t row, int64_t output, __m512 low, __m512 hig
   _mm512_mask_storeu_ps(out + 16, static_cast<__mmask16>(mask >> 16), high);
 }
 
-// Computes `rows` rows times one panel.
-template <int rows>
-void multiply_block(const Product& p, int64_t first, int64_t panel) {
+// Adds one pair of inputs to the sums; `both` gives a row's two values.
+template <int rows, typename Both>
+KVASS_INLINE void add_pair(__m512* low, __m512* high, const Pair& weights, Both both) {
+#pragma GCC unroll 12
+  for (int row = 0; row < rows; row++) {
+    const __m512bh values = (__m512bh)_mm512_set1_epi32(both(row));
+    low[row] = _mm512_dpbf16_ps(low[row], weights.low, values);
+    high[row] = _mm512_dpbf16_ps(high[row], weights.high, values);
+  }
+}
+
+// Computes `rows` rows times one panel, whose weights begin at `weight`.
+template <int rows, typename Panel>
+void multiply_block(const Product& p, int64_t first, int64_t panel, const uint8_t* weight) {
   const int64_t pairs = p.inputs / 2;
   const uint16_t* from = p.rows + first * p.inputs;
-  const uint16_t* weight = p.weight + panel * up(p.inputs, 2) * kPanelPair;
+  const int64_t inputs = p.inputs;
+  Panel reader{weight};
   __m512 low[rows], high[rows];
 #pragma GCC unroll 12
   for (int row = 0; row < rows; row++) low[row] = high[row] = _mm512_setzero_ps();
-  for (int64_t pair = 0; pair < pairs; pair++, weight += kPanelPair) {
-    const __m512bh first_half = (__m512bh)_mm512_loadu_si512(weight);
-    const __m512bh second_half = (__m512bh)_mm512_loadu_si512(weight + kPanel);
-    const char* ahead = reinterpret_cast<const char*>(weight) + kAhead;
-    _mm_prefetch(ahead, _MM_HINT_T0);
-    _mm_prefetch(ahead + 64, _MM_HINT_T0);
-#pragma GCC unroll 12
-    for (int row = 0; row < rows; row++) {
-      const int32_t both = load<int32_t>(from + row * p.inputs + 2 * pair);
-      const __m512bh values = (__m512bh)_mm512_set1_epi32(both);
-      low[row] = _mm512_dpbf16_ps(low[row], first_half, values);
-      high[row] = _mm512_dpbf16_ps(high[row], second_half, values);
-    }
+  for (int64_t group = 0; group < pairs; group += kGroupPairs) {
+    reader.open_group();
+    const int64_t stop = least(group + kGroupPairs, pairs);
+    for (int64_t pair = group; pair < stop; pair++)
+      add_pair<rows>(low, high, reader.next(), [=](int row) __attribute__((always_inline)) {
+        return load<int32_t>(from + row * inputs + 2 * pair);
+      });
   }
-  if (p.inputs % 2) {  // the last input has no second, and its weights' second halves are zero
-    const __m512bh first_half = (__m512bh)_mm512_loadu_si512(weight);
-    const __m512bh second_half = (__m512bh)_mm512_loadu_si512(weight + kPanel);
-#pragma GCC unroll 12
-    for (int row = 0; row < rows; row++) {
-      const int32_t one = from[row * p.inputs + 2 * pairs];
-      const __m512bh values = (__m512bh)_mm512_set1_epi32(one);
-      low[row] = _mm512_dpbf16_ps(low[row], first_half, values);
-      high[row] = _mm512_dpbf16_ps(high[row], second_half, values);
-    }
+  if (inputs % 2) {  // the last input has no second, and its weights' second halves are zero
+    if (pairs % kGroupPairs == 0) reader.open_group();
+    add_pair<rows>(low, high, reader.next(), [=](int row) __attribute__((always_inline)) {
+      return static_cast<int32_t>(from[row * inputs + 2 * pairs]);
+    });
   }
 #pragma GCC unroll 12
   for (int row = 0; row < rows; row++) store(p, first + row, panel * kPanel, low[row], high[row]);
 }
 
-using Multiply = void (*)(const Product&, int64_t, int64_t);
-constexpr Multiply kMultiply[kBlock + 1] = {
-    nullptr,           multiply_block<1>, multiply_block<2>,  multiply_block<3>,  multiply_block<4>,
-    multiply_block<5>, multiply_block<6>, multiply_block<7>,  multiply_block<8>,  multiply_block<9>,
-    multiply_block<10>, multiply_block<11>, multiply_block<12>,
+#define KVASS_BLOCKS(Panel)                                                                       \
+  {                                                                                               \
+    nullptr, multiply_block<1, Panel>, multiply_block<2, Panel>, multiply_block<3, Panel>,        \
+        multiply_block<4, Panel>, multiply_block<5, Panel>, multiply_block<6, Panel>,             \
+        multiply_block<7, Panel>, multiply_block<8, Panel>, multiply_block<9, Panel>,             \
+        multiply_block<10, Panel>, multiply_block<11, Panel>, multiply_block<12, Panel>,          \
+  }
+
+// By number; packed.py knows them too.
+constexpr Format kFormats[] = {
+    {KVASS_BLOCKS(Bf16Panel), Bf16Panel::size, nullptr},
+    {KVASS_BLOCKS(Int8Panel), Int8Panel::size, unpack<Int8Panel>},
 };
 
-int64_t least(int64_t one, int64_t other) { return one < other ? one : other; }
+// Returns room of this thread's, which it keeps: threads are few, and last as long as the process.
+uint8_t* room_of(int64_t size) {
+  static thread_local uint8_t* room = nullptr;
+  static thread_local int64_t has = 0;
+  if (size > has) {
+    free(room);
+    room = static_cast<uint8_t*>(aligned_alloc(64, static_cast<size_t>(size)));
+    has = room == nullptr ? 0 : size;
+  }
+  return room;
+}
 
 void multiply_part(void* given, int64_t part) {
   const Product& p = *static_cast<const Product*>(given);
@@ -125,20 +153,34 @@ void multiply_part(void* given, int64_t part) {
   const int64_t panels_stop = least(first_panel + p.range_panels, up(p.outputs, kPanel));
   const int64_t rows = rows_stop - first_row;
   const int64_t block = up(rows, up(rows, kBlock));  // no block is much smaller than others
-  for (int64_t panel = first_panel; panel < panels_stop; panel++)
+  const int64_t pairs = up(p.inputs, 2);
+  const Format* format = p.format;
+  // Without room, each block makes them bf16 anew: slower, and the same.
+  uint8_t* room = format->unpack != nullptr && rows > kBlock ? room_of(kFormats->size(pairs)) : nullptr;
+  if (room != nullptr) format = kFormats;
+  for (int64_t panel = first_panel; panel < panels_stop; panel++) {
+    const uint8_t* weight = p.weight + panel * p.panel_size;
+    if (room != nullptr) {
+      p.format->unpack(weight, pairs, room);
+      weight = room;
+    }
     for (int64_t row = first_row; row < rows_stop; row += block)
-      kMultiply[least(block, rows_stop - row)](p, row, panel);
+      format->multiply[least(block, rows_stop - row)](p, row, panel, weight);
+  }
 }
 
 }  // namespace
 
-// Computes bf16 `rows` [count, inputs] times a packed weight, plus `bias` (float32, whole panels; or
-// null), into `out` [count, outputs]: bf16 when `rounded`, else float32.
+// Computes bf16 `rows` [count, inputs] times a weight packed as `format`, plus `bias` (float32, whole
+// panels; or null), into `out` [count, outputs]: bf16 when `rounded`, else float32.
 KVASS_PUBLIC void KVASS_AT(kvass_multiply)(int threads, const uint16_t* rows, int64_t count,
-                                           int64_t inputs, const uint16_t* weight, int64_t outputs,
-                                           const float* bias, void* out, int rounded) {
+                                           int64_t inputs, int format, const uint8_t* weight,
+                                           int64_t outputs, const float* bias, void* out,
+                                           int rounded) {
   if (count <= 0 || outputs <= 0) return;
-  Product p{rows, count, inputs, outputs, weight, bias, out, rounded != 0, 0, 0, 0};
+  const Format* as = kFormats + format;
+  const int64_t size = as->size(up(inputs, 2));
+  Product p{rows, count, inputs, outputs, weight, bias, out, rounded != 0, as, size, 0, 0, 0};
   const int64_t most = least(count, kChunkBytes / (2 * inputs + 1) / kBlock * kBlock + kBlock);
   const int64_t chunks = up(count, most);
   p.chunk = chunks == 1 ? count : up(up(count, chunks), kBlock) * kBlock;

@@ -1,0 +1,102 @@
+// How weights lie in memory, and how the products read them (products.cpp).
+//
+// A weight [outputs, inputs] lies in panels of 32 outputs: for each pair of inputs, the pair's two
+// weights of one output after the other. As bf16 that is two vectors a pair. As 8 bits it is one of
+// codes, and before every 16 pairs come the group's 32 scales, bf16: a weight is its code times the
+// scale of its output, rounded to bf16. That product is exact in float32, so it is rounded once, and
+// scales are so large, or zero, that none is denormal (kernels/weight_formats.py).
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "level.h"
+
+namespace {
+
+constexpr int64_t kPanel = 32;                 // outputs: two vectors of sums a row
+constexpr int64_t kPanelPair = 2 * kPanel;     // values of a panel for one pair of inputs
+constexpr int64_t kGroupPairs = 16;            // that share scales
+constexpr int64_t kAhead = 4096;               // bytes; measured: 2 to 8 KiB are alike
+
+constexpr int64_t up(int64_t value, int64_t unit) { return (value + unit - 1) / unit; }
+constexpr int64_t least(int64_t one, int64_t other) { return one < other ? one : other; }
+
+// One pair of inputs: their weights of the panel's first 16 outputs, and of the other 16.
+struct Pair {
+  __m512bh low, high;
+};
+
+KVASS_INLINE void prefetch(const uint8_t* at) {
+  _mm_prefetch(reinterpret_cast<const char*>(at) + kAhead, _MM_HINT_T0);
+}
+
+// Weights as they are.
+struct Bf16Panel {
+  const uint8_t* at;
+
+  static int64_t size(int64_t pairs) { return 2 * pairs * kPanelPair; }
+  KVASS_INLINE void open_group() {}
+  KVASS_INLINE Pair next() {
+    const Pair pair{(__m512bh)_mm512_loadu_si512(at), (__m512bh)_mm512_loadu_si512(at + 64)};
+    prefetch(at);
+    prefetch(at + 64);
+    at += 2 * kPanelPair;
+    return pair;
+  }
+};
+
+// Each lane's bf16, as float32, twice: of the eight lanes from `first` on.
+KVASS_INLINE __m512 twice(__m512i values, int first) {
+  const __m512i lanes = _mm512_set_epi16(7, 0, 7, 0, 6, 0, 6, 0, 5, 0, 5, 0, 4, 0, 4, 0, 3, 0, 3, 0,
+                                         2, 0, 2, 0, 1, 0, 1, 0, 0, 0, 0, 0);
+  const __m512i from = _mm512_add_epi16(lanes, _mm512_set1_epi16(static_cast<short>(first)));
+  return (__m512)_mm512_maskz_permutexvar_epi16(0xAAAAAAAA, from, values);
+}
+
+// Codes of 8 bits.
+struct Int8Panel {
+  const uint8_t* at;
+  __m512 scales[4] = {};
+
+  static int64_t size(int64_t pairs) {
+    return pairs * kPanelPair + up(pairs, kGroupPairs) * 2 * kPanel;
+  }
+  KVASS_INLINE void open_group() {
+    const __m512i values = _mm512_loadu_si512(at);
+    prefetch(at);
+    at += 2 * kPanel;
+    for (int part = 0; part < 4; part++) scales[part] = twice(values, 8 * part);
+  }
+  KVASS_INLINE __m512 weights(int part) const {
+    const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at) + part);
+    return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes)), scales[part]);
+  }
+  KVASS_INLINE Pair next() {
+    const Pair pair{_mm512_cvtne2ps_pbh(weights(1), weights(0)),
+                    _mm512_cvtne2ps_pbh(weights(3), weights(2))};
+    prefetch(at);
+    at += kPanelPair;
+    return pair;
+  }
+};
+
+// Writes a panel's weights as bf16, in the order of a Bf16Panel.
+template <typename Panel>
+void unpack(const uint8_t* weight, int64_t pairs, uint8_t* out) {
+  Panel panel{weight};
+  for (int64_t first = 0; first < pairs; first += kGroupPairs) {
+    panel.open_group();
+    const int64_t stop = least(first + kGroupPairs, pairs);
+    for (int64_t pair = first; pair < stop; pair++, out += 2 * kPanelPair) {
+      const Pair read = panel.next();
+      _mm512_store_si512(out, (__m512i)read.low);
+      _mm512_store_si512(out + 64, (__m512i)read.high);
+    }
+  }
+}
+
+}  // namespace
