@@ -80,6 +80,7 @@ def copy_ranges(
     Addresses are this process's own; the caller keeps the memory, and no two ranges overlap.
     Blocking, and without the interpreter lock.
     """
+    assert size % into.groups == 0, (size, into.groups)
     group_size, compiled = size // into.groups, _compiled()
     if compiled is None or group_size <= SHORT:
         for place in range(first, stop):

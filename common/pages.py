@@ -34,6 +34,7 @@ class Pages:
     def __init__(self, size: int, file: int) -> None:
         self.file = file
         self.size = size
+        self._is_closed = False
         # One huge page more, so that the used part can start on a boundary of one.
         if file < 0:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -60,8 +61,9 @@ class Pages:
         The address range goes with the last view of it. Until then private pages read as zeros;
         shared ones stay, here and with every peer that has mapped them.
         """
-        if self._map.closed:
+        if self._is_closed:
             return
+        self._is_closed = True
         if self.file < 0:
             self._map.madvise(mmap.MADV_DONTNEED)
         else:

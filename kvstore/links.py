@@ -129,8 +129,10 @@ class NodeLink:
                 client = await self._connected(deadline_s)
                 request = m.Attach(card=self.endpoints.card())
                 reply = await self.call(request, deadline_s=deadline_s)
+                if reply.card.start_id != client.peer.start_id:
+                    raise self.wrong("a card of another process")
                 get_way = await self.endpoints.way_to(reply.card)
-                if client is not self._client or reply.card.start_id != client.peer.start_id:
+                if client is not self._client:
                     raise Unavailable(f"{self.node.member_id} was replaced just now")
                 self._ways = Ways(client.peer.start_id, get_way, reply.put_way)
             return self._ways

@@ -134,7 +134,7 @@ async def test_each_range_is_reported_once_when_it_is_there(
         assert tuple(sums.values[number]) == checksum.sums(piece, 0, PIECE // 2, 2)
     assert sorted(number for number, _ in seen) == list(range(COUNT))
     names = {name for _, name in seen}
-    assert names == {"loop" if in_loop else "kvass-read_1", "kvass-read_0"}
+    assert len(names) == 2 and ("loop" in names) == in_loop
 
 
 async def test_a_read_in_the_loop_leaves_others_their_turns_and_is_the_only_one(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
+import threading
 
 import msgspec
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 
 from kvass.common import checksum
 from kvass.common.checksum import Sums
-from kvass.common.errors import Unavailable
+from kvass.common.errors import Invalid, Unavailable
 from kvass.common.pages import shared_pages
 from kvass.common.transport import peer_process
 from kvass.common.transport.identity import own_identity
@@ -103,3 +105,48 @@ async def test_what_is_no_sealed_memory_is_not_mapped(fault: str) -> None:
         assert open_descriptors() == before
     own.close()
     pages.close()
+
+
+async def test_a_closed_transport_attaches_nobody_and_many_regions_are_refused() -> None:
+    pages = shared_pages(SIZE)
+    own = LocalTransport(own_identity(), [pages.region])
+    card = own.card()
+    metadata = msgspec.msgpack.decode(card.metadata)
+    metadata[2] = metadata[2] * 9
+    many = msgspec.structs.replace(card, metadata=msgspec.msgpack.encode(metadata))
+    with pytest.raises(Invalid, match="length <= 8"):
+        await own.attach(many)
+    own.close()
+    with pytest.raises(Unavailable, match="was closed"):
+        await own.attach(card)
+    pages.close()
+    stranger = os.open(os.devnull, os.O_RDONLY)  # it has the number that the pages had
+    pages.close()
+    os.close(stranger)
+
+
+async def test_beyond_1024_descriptors_peers_are_attached() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 1_200:
+        pytest.skip("this system gives no more than 1,024 descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1_200, hard))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1_050):
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        pages = shared_pages(SIZE)
+        own = LocalTransport(own_identity(), [pages.region])
+        await own.attach(own.card())
+        own.close()
+        pages.close()
+
+
+def test_a_transport_without_threads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later it would be too late: what is queued for a thread that never starts runs some time."""
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(Unavailable, match="no thread can be started"):
+        LocalTransport(own_identity(), [])

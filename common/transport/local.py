@@ -11,6 +11,7 @@ memory at the speed of a memcpy that sums nothing. `benchmarks/transfer.py` meas
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -61,7 +62,7 @@ class LocalTransport:
         self._regions = list(regions)
         self._own = Own(identity, self._regions)
         self._peers: dict[str, PeerProcess] = {}
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="kvass-read")
+        self._pool = _started(THREADS)
         self._readings: set[_Slices] = set()
         self._is_closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -84,6 +85,8 @@ class LocalTransport:
         Raises Unavailable when it is not, or when the kernel lets its memory not be read; Invalid
         for a card that is none.
         """
+        if self._is_closed:
+            raise Unavailable("the transport of this process was closed")
         known = self._peers.get(card.start_id)
         if known is not None and known.card == card:
             return
@@ -184,6 +187,22 @@ class LocalTransport:
         for start_id in list(self._peers):
             self.detach(start_id)
         self._own.close()
+
+
+def _started(threads: int) -> ThreadPoolExecutor:
+    """Start all threads now, or raise Unavailable. Where one cannot be started later, its work is
+    queued all the same, and bytes would land when nobody waits for them any more."""
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="kvass-read")
+    together = threading.Barrier(threads + 1)
+    try:
+        for _ in range(threads):
+            pool.submit(together.wait)
+    except RuntimeError as error:
+        together.abort()
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise Unavailable(f"no thread can be started to read with: {error}") from None
+    together.wait()
+    return pool
 
 
 def _close_unused(peer: PeerProcess) -> None:

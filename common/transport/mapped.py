@@ -34,14 +34,17 @@ class Mapped:
             raise AttachRefused(f"{what} cannot be opened ({error.strerror})") from None
         try:
             end = region.offset + region.size
+            # Seals first: from then on the size is what it is.
+            if fcntl.fcntl(file, F_GET_SEALS) & SEALED != SEALED:
+                raise AttachRefused(f"{what} may change its size")
             status = os.fstat(file)
             if not stat.S_ISREG(status.st_mode) or status.st_size < end:
                 raise AttachRefused(f"{what} is no memory of {end} bytes")
-            if fcntl.fcntl(file, F_GET_SEALS) & SEALED != SEALED:
-                raise AttachRefused(f"{what} may change its size")
+            if os.fstatvfs(file).f_bsize != mmap.PAGESIZE:
+                raise AttachRefused(f"{what} is of reserved huge pages, which may run out")
             self._map = mmap.mmap(file, end, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        except OSError as error:
-            raise AttachRefused(f"{what} cannot be mapped ({error.strerror})") from None
+        except (OSError, ValueError) as error:
+            raise AttachRefused(f"{what} cannot be mapped ({error})") from None
         finally:
             os.close(file)
         try:

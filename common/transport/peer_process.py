@@ -35,6 +35,7 @@ from kvass.common.transport.mapped import Mapped
 from kvass.common.transport.seam import AttachRefused, Copies, EndpointCard, Region
 
 RANGES_MAX = 1_024  # of one system call: the kernel's IOV_MAX
+REGIONS_MAX = 8  # of a peer: each takes a descriptor and a mapping; a pool or a slab is one
 
 
 class Shown(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -51,7 +52,7 @@ class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
 
     start_ticks: int
     page: Shown  # where it keeps its start id
-    regions: tuple[Shown, ...]
+    regions: Annotated[tuple[Shown, ...], Meta(max_length=REGIONS_MAX)]
 
 
 class Own:
@@ -97,7 +98,7 @@ class PeerProcess:
 
     def has_exited(self) -> bool:
         """Whether the process is gone, whoever has its PID now."""
-        return self._pidfd < 0 or bool(select.select([self._pidfd], [], [], 0)[0])
+        return self._pidfd < 0 or _is_readable(self._pidfd)
 
     def reading(self, copies: Copies, sums: Sums) -> Reading:
         """Return what copies ranges of registered memory; `sums` takes their checksums."""
@@ -145,7 +146,7 @@ class PeerProcess:
                 raise Unavailable(f"{self._who} is gone; another process has its PID")
             undo.callback(self._unmap)
             self._map()
-            if select.select([pidfd], [], [], 0)[0]:
+            if _is_readable(pidfd):
                 raise Unavailable(f"{self._who} is gone: it has just exited")
             undo.pop_all()
         return pidfd
@@ -187,7 +188,7 @@ class PeerProcess:
         self._check(found.tobytes())
 
     def _check(self, start_id: bytes) -> None:
-        if start_id != self.card.start_id.encode():
+        if not start_id or start_id != self.card.start_id.encode():
             raise Unavailable(f"{self._who} is gone: the process says that it is another one")
 
 
@@ -259,6 +260,13 @@ def _read_vectors(pid: int, copies: Copies, first: int, stop: int) -> OSError | 
     if copied < int(sizes.sum()):
         return OSError(errno.EFAULT, f"{copied} of {int(sizes.sum())} bytes")
     return None
+
+
+def _is_readable(pidfd: int) -> bool:
+    """Look without `select`, which ends at descriptor 1,023."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _shown(region: Region) -> Shown:

@@ -62,8 +62,10 @@ class PutCalls:
         return {"too_large_bytes": size, "too_large_room_bytes": room}
 
     def leave(self, session: str) -> None:
-        """A writer's connection has ended."""
+        """A peer's connection has ended: its puts are over, and its memory is its own again."""
         self._ways.pop(session, None)
+        if self._state.endpoints.reader is not None:
+            self._state.endpoints.reader.detach(session)
         for put_id in [p for p, lent in self._lent.items() if lent.session == session]:
             self._lent.pop(put_id).loan.abandon()
         self._state.index.leave(session, self._state.now_s())

@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import anyio
+import numpy as np
 import pytest
 
 from kvass.common.transport.route import Setting
 from kvass.kvstore.client.store import StoreClient
+from kvass.kvstore.client.tensors import open_store
 from store_peer import (
     LAYOUT,
     Process,
@@ -163,4 +165,24 @@ async def test_the_slab_of_a_killed_node_is_the_machine_s_again() -> None:
             node.kill(signal.SIGKILL)
             with anyio.fail_after(5):
                 while mapped():  # noqa: ASYNC110 (a mapping that goes wakes nobody)
+                    await anyio.sleep(0.01)
+
+
+async def test_the_slots_of_a_client_that_has_left_are_the_machine_s_again() -> None:
+    """Its process goes on: an `open_store` that ends gives back what the node had mapped."""
+
+    def mapped(pid: int) -> int:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        return sum("/memfd:kvass" in line and " r--s " in line for line in lines)
+
+    with started(run_node, config_of("local", slab_blocks=BLOCKS)) as node:
+        address, pid = await node.answer(), node.process.pid
+        assert pid is not None
+        for number in range(3):
+            block = np.full(LAYOUT.block_size, number, dtype=np.uint8)
+            async with open_store([address], like=block, name="slots") as store:
+                result = await store.put(store.chain([number]), {0: block})
+                assert set(result.stored) == {0} and mapped(pid) == 1
+            with anyio.fail_after(5):
+                while mapped(pid):  # noqa: ASYNC110 (a mapping that goes wakes nobody)
                     await anyio.sleep(0.01)

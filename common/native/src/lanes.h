@@ -32,6 +32,7 @@ constexpr int kLanes = 16, kParts = kLanes / kPart;
 
 typedef float Part __attribute__((vector_size(4 * kPart)));
 typedef int32_t PartInts __attribute__((vector_size(4 * kPart)));
+typedef uint32_t PartWords __attribute__((vector_size(4 * kPart)));
 
 struct Floats {
   Part part[kParts];
@@ -115,7 +116,8 @@ KVASS_INLINE Floats from_bits(const Ints& x) {
 }
 KVASS_INLINE Ints operator+(const Ints& a, const Ints& b) {
   Ints out;
-  KVASS_EACH(a.part[i] + b.part[i])
+  // Unsigned: what exceeds 31 bits is thrown away by who adds it.
+  KVASS_EACH((PartInts)((PartWords)a.part[i] + (PartWords)b.part[i]))
 }
 KVASS_INLINE Ints operator&(const Ints& a, const Ints& b) {
   Ints out;

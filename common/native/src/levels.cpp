@@ -8,11 +8,8 @@ KVASS_PUBLIC const char* kvass_sources() { return KVASS_SOURCES; }
 KVASS_PUBLIC const char* kvass_level() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                  __builtin_cpu_supports("bmi2");
-  const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                  __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
-                  __builtin_cpu_supports("avx512vl");
+  const bool v3 = __builtin_cpu_supports("x86-64-v3");
+  const bool v4 = v3 && __builtin_cpu_supports("x86-64-v4");
   if (v4 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni") &&
       __builtin_cpu_supports("avx512bf16"))
     return "avx512bf16";

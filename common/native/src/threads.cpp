@@ -31,8 +31,7 @@ void relax() {
 #endif
 }
 
-// One piece of work. Parts are taken by counting up `next`; its upper half is the number of the
-// work, so that a thread that comes late takes no part of the next one.
+// One piece of work. Parts are taken by counting up `next`; a thread that comes late finds no seat.
 struct Pool {
   std::mutex busy;  // held by the caller whose work it is
   void (*body)(void*, int64_t) = nullptr;
@@ -44,7 +43,7 @@ struct Pool {
   std::atomic<uint32_t> turn{0};  // counts works; what sleeping threads wait on
   std::atomic<uint32_t> left{0};  // counts threads that have left; what the caller waits on
   int started = 0;
-  pid_t owner = 0;
+  std::atomic<pid_t> owner{0};
 };
 
 Pool* pool = new Pool;  // never destroyed: its threads outlive static destructors
@@ -112,7 +111,7 @@ void parallel(int threads, int64_t parts, void (*body)(void*, int64_t), void* co
   if (threads > parts) threads = static_cast<int>(parts);
   if (threads > kThreadsMax) threads = kThreadsMax;
   Pool* p = pool;
-  if (threads > 1 && p->owner != 0 && p->owner != getpid()) {
+  if (threads > 1 && p->owner.load() != 0 && p->owner.load() != getpid()) {
     p = pool = new Pool;  // a forked child has none of the threads
   }
   std::unique_lock<std::mutex> lock(p->busy, std::defer_lock);
@@ -120,7 +119,7 @@ void parallel(int threads, int64_t parts, void (*body)(void*, int64_t), void* co
     for (int64_t part = 0; part < parts; part++) body(context, part);
     return;
   }
-  p->owner = getpid();
+  p->owner.store(getpid());
   if (p->started < threads - 1) start(*p, threads - 1);
   p->body = body;
   p->context = context;
