@@ -56,7 +56,9 @@ def known_answer(
     tokens = torch.tensor(prompt(spec))
     positions = torch.arange(TOKENS)
 
-    def projection_of(weight: torch.Tensor, bias: torch.Tensor | None) -> Projection:
+    def projection_of(
+        weight: torch.Tensor, bias: torch.Tensor | None, *, is_head: bool = False
+    ) -> Projection:
         if weights != "bf16":
             weight = executed(weight.to(torch.bfloat16), weights).float()
         return of_any_count(weight, bias)
