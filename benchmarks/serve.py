@@ -2,7 +2,7 @@
 
     first token   of a 1,024-token prompt: cold, again with its KV in the server's own cache, and
                   again with its KV in the store alone, which no other server has
-    one stream    tokens a second after the first, weights in bf16
+    one stream    tokens a second after the first, weights in bf16; ours with 8 and 4 bits too
     8 streams     24 requests, eight at a time, 512 prompt tokens and 128 out each
     shared        the same with 832 prompt tokens, of which all have the first 768 in common, which
                   no server has seen before
@@ -46,6 +46,8 @@ ONE_TOKENS = 128  # the one stream's prompt
 MANY_TOKENS, SHARED_TOKENS, OWN_TOKENS = 512, 768, 64
 TOGETHER = 8
 WARM_TOKENS = 8
+# Bits a weight in layers and in the logits' matrix, with what 32 of them share.
+CODED_BITS = {"int8": (8.5, 8.5), "int4": (5.0, 8.5)}
 Values = dict[str, float]  # by measure
 
 
@@ -66,6 +68,7 @@ class Row:
 
 
 FIRST, ONE, MANY, SHARED = "first token", "one stream", "8 streams", "shared prefix"
+CODED = {f"int{bits}": f"one stream, {bits}-bit weights" for bits in (8, 4)}
 COLD, AGAIN, REUSED, STORE = "cold", "again, own cache", "again, reused", "again, store alone"
 RATE = "out"
 FIRST_P50, FIRST_P95 = "first token p50", "first token p95"
@@ -76,6 +79,8 @@ ROWS = (
     Row(FIRST, REUSED, "tokens"),
     Row(FIRST, STORE, "s", most=0.070),
     Row(ONE, RATE, "tokens/s", least=110),
+    Row(CODED["int8"], RATE, "tokens/s", least=180),
+    Row(CODED["int4"], RATE, "tokens/s"),
     Row(MANY, RATE, "tokens/s", least=180),
     Row(MANY, GAP_P50, "ms", scale=1e3),
     Row(MANY, GAP_P95, "ms", scale=1e3),
@@ -204,6 +209,7 @@ Scenario = Callable[[Bench, Server], Awaitable[Values]]
 SCENARIOS: Mapping[str, tuple[str, Scenario]] = {  # by what `--only` takes
     "first": (FIRST, first_token),
     "one": (ONE, one_stream),
+    **{weights: (name, one_stream) for weights, name in CODED.items()},
     "many": (MANY, many_streams),
     "shared": (SHARED, shared_prefix),
 }
@@ -220,6 +226,7 @@ class Limits:
     flop_per_s: float
     cold_s: float
     one_per_s: float
+    coded_per_s: Mapping[str, float]  # by what weights are kept as
 
     @classmethod
     async def measure(cls, folder: Path) -> Limits:
@@ -227,7 +234,12 @@ class Limits:
         read = rig_machine.read_bytes_per_s()
         rate = rig_machine.multiplied_flop_per_s(spec, FIRST_TOKENS)
         cold_s = rig_machine.prefill_flop(spec, FIRST_TOKENS) / rate
-        return cls(read, rate, cold_s, read / _weights_bytes(folder))
+        whole, logits = _weights_bytes(folder), 2 * spec.vocab_size * spec.hidden_size
+        coded = {
+            name: read / ((whole - logits) * bits / 16 + logits * logits_bits / 16)
+            for name, (bits, logits_bits) in CODED_BITS.items()
+        }
+        return cls(read, rate, cold_s, read / whole, coded)
 
     def figures(self) -> list[Figure]:
         return [
@@ -240,6 +252,8 @@ class Limits:
             (FIRST, COLD): ("limit: torch's products", self.cold_s),
             (ONE, RATE): ("limit: reading the weights", self.one_per_s),
         }
+        for name, rate in self.coded_per_s.items():
+            known[CODED[name], RATE] = ("limit: reading the weights", rate)
         return [each for key, each in known.items() if key == (row.scenario, row.measure)]
 
 
@@ -271,14 +285,18 @@ async def measure(
 ) -> tuple[Measured, Limits, list[str]]:
     """Measure the machine, then every server alone; return what should not have been, too."""
     found: Measured = {}
+    plain = [key for key in only if key not in CODED]
     async with httpx.AsyncClient(trust_env=False) as client:
         bench = Bench(served, client, size)
         (limits,) = await bench.quiet.rows("limits", 1, partial(Limits.measure, served.folder))
         async with rig_servers.ours() as server:
-            await measure_server(bench, server, only, found)
+            await measure_server(bench, server, plain, found)
+        for weights in (key for key in only if key in CODED):
+            async with rig_servers.ours("--set", f"cluster.weights={weights}") as server:
+                await measure_server(bench, server, [weights], found)
         for peer in peers:
             async with rig_servers.running(peer, client) as server:
-                await measure_server(bench, server, only, found)
+                await measure_server(bench, server, plain, found)
     return found, limits, bench.complaints
 
 

@@ -12,7 +12,7 @@ import bit_models
 from kvass.common.kernels import packed
 from kvass.common.kernels.numerics import WeightFormat
 from kvass.common.kernels.packed import HugePages, PackedWeight
-from kvass.common.kernels.weight_formats import GROUP, Coded, executed
+from kvass.common.kernels.weight_formats import GROUP, Coded, Halved, executed
 from kvass.common.model.known_answer import check, known_answer
 from kvass.common.model.load import load_model
 from kvass.common.model.products import COUNTS, Products, Use
@@ -23,7 +23,7 @@ from test_known_answer import Worker, model_dir  # noqa: F401
 needs_products = pytest.mark.skipif(
     not packed.available(), reason="this process has no bf16 dot products"
 )
-FORMATS: list[WeightFormat] = ["int8"]
+FORMATS: list[WeightFormat] = ["int8", "int4"]
 SHAPES = [(960, 576), (33, 576), (70, 1535), (31, 7), (1, 1), (65, 2), (97, 4097), (64, 65)]
 COUNTS_TRIED = (*range(1, 41), 100, 513)
 
@@ -38,7 +38,7 @@ def _seed() -> None:
 
 def drawn(*shape: int) -> torch.Tensor:
     """Magnitudes far apart, as scales are, and a group of zeros."""
-    values = torch.randn(*shape) * torch.randn(shape[0], 1).mul_(9).exp2()
+    values = torch.randn(*shape) * torch.randn(shape[0], 1).mul_(3).exp2()
     values[shape[0] // 2, : 2 * GROUP] = 0
     return values.to(torch.bfloat16)
 
@@ -65,6 +65,23 @@ def test_int8_is_the_nearest_code_of_a_scale() -> None:
             # A scale that was rounded down leaves the greatest magnitude beyond the last code.
             assert bool(((codes - wanted).abs() <= 0.5 + 1e-6).logical_or(codes.abs() == 127).all())
             assert torch.equal(values[output, part], (codes * scale).to(torch.bfloat16))
+
+
+def test_int4_gives_the_values_of_its_own_kind_back() -> None:
+    """Weights that are codes already stay what they are, as those of GGUF's Q4_1 are."""
+    codes = torch.randint(0, 16, (40, 3, GROUP))
+    codes[..., 0], codes[..., 1] = 0, 15
+    scales, least = torch.rand(40, 3, 1) / 64, torch.randn(40, 3, 1) / 8
+    wide = codes * scales.half().float() + least.half().float()
+    weight = wide.to(torch.bfloat16).flatten(1)
+    halved = Halved.of(weight[:, :90])
+    assert halved.codes.shape == (40, 3, GROUP) and int(halved.codes.max()) == 15
+    errors = (halved.values().float() - weight[:, :90].float()).abs()
+    steps = scales.expand(40, 3, GROUP).flatten(1)[:, :90]
+    rounding = weight[:, :90].float().abs().amax() * 2**-7
+    assert bool((errors <= 0.51 * steps + rounding).all())
+    flat = torch.full((2, 40), -3.0, dtype=torch.bfloat16)
+    assert torch.equal(executed(flat, "int4"), flat)
 
 
 def test_ties_go_to_even_codes_and_denormal_scales_are_zero() -> None:
@@ -128,7 +145,10 @@ def test_a_model_of_codes_is_the_model_of_their_values(weights: WeightFormat) ->
     coded = bit_models.model_of(name, Products([Use(2, 512)], weights).projection)
     plain = Products([Use(2, 512)])
     values = bit_models.model_of(
-        name, lambda weight, bias: plain.projection(executed(weight, weights), bias)
+        name,
+        lambda weight, bias, is_head=False: plain.projection(
+            executed(weight, "int8" if is_head else weights), bias
+        ),
     )
     pieces = [Rows([5, 9, 3, 7] * 10, 0, [0, 1, 2], logits=True)]
     found, expected = (bit_models.Bench(model, "fp8", 3).run(pieces) for model in (coded, values))

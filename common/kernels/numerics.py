@@ -13,5 +13,9 @@ NUMERICS = "paged-2"
 
 # What bf16 weights are executed as (`weight_formats.py`), and its name in the namespace: all that
 # changes a value.
-WeightFormat = Literal["bf16", "int8"]
-WEIGHTS: dict[WeightFormat, str] = {"bf16": "bf16", "int8": "int8, groups of 32"}
+WeightFormat = Literal["bf16", "int8", "int4"]
+WEIGHTS: dict[WeightFormat, str] = {
+    "bf16": "bf16",
+    "int8": "int8, groups of 32",
+    "int4": "int4 and a minimum, groups of 32; logits int8",
+}

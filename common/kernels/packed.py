@@ -27,12 +27,12 @@ import torch
 import torch.nn.functional as F
 
 from kvass.common.kernels.numerics import WeightFormat
-from kvass.common.kernels.weight_formats import GROUP, Coded
+from kvass.common.kernels.weight_formats import GROUP, Coded, Halved
 from kvass.common.native import library
 
 LEVEL = "avx512bf16"  # the only one that it is compiled for
 PANEL = 32  # outputs; as in panels.h
-_NUMBERS: dict[WeightFormat, int] = {"bf16": 0, "int8": 1}  # as in products.cpp
+_NUMBERS: dict[WeightFormat, int] = {"bf16": 0, "int8": 1, "int4": 2}  # as in products.cpp
 _HUGE = 2 << 20
 _PIECE = 128 << 20  # mapped at once; what is not written takes no memory
 
@@ -92,13 +92,15 @@ class PackedWeight:
         assert weight.dtype == torch.bfloat16
         outputs, inputs = weight.shape
         more = -outputs % PANEL
-        if more or inputs % 2:
-            weight = F.pad(weight, (0, inputs % 2, 0, more))
+        if more:
+            weight = F.pad(weight, (0, 0, 0, more))
         match format:
             case "bf16":
-                panels = _kept(_pairs(weight), pages)
+                panels = _kept(_pairs(F.pad(weight, (0, inputs % 2))), pages)
             case "int8":
                 panels = _kept(_int8_panels(Coded.of(weight)), pages)
+            case "int4":
+                panels = _kept(_int4_panels(Halved.of(weight)), pages)
             case _:
                 assert_never(format)
         if bias is not None:
@@ -149,7 +151,19 @@ def _int8_panels(coded: Coded) -> torch.Tensor:
     scales = coded.scales.view(-1, PANEL, groups).transpose(1, 2).contiguous().view(torch.uint8)
     codes = _pairs(coded.codes.flatten(1)).reshape(-1, groups, GROUP * PANEL).view(torch.uint8)
     panels = torch.cat([scales, codes], -1).flatten(1)
-    beyond = coded.codes.shape[1] * GROUP - coded.inputs
+    beyond = (groups * GROUP - coded.inputs) // 2
+    return panels[:, : panels.shape[1] - beyond * 2 * PANEL]
+
+
+def _int4_panels(halved: Halved) -> torch.Tensor:
+    """Return panels uint8 [panels, bytes]: before a group's codes its scales and least weights."""
+    groups = halved.scales.shape[1]
+    before = torch.stack([halved.scales, halved.least]).view(2, -1, PANEL, groups)
+    before = before.permute(1, 3, 0, 2).flatten(2).contiguous().view(torch.uint8)
+    low, high = _pairs(halved.codes.flatten(1)).chunk(2, dim=2)
+    codes = (low | high << 4).reshape(-1, groups, GROUP * PANEL // 2)
+    panels = torch.cat([before, codes], -1).flatten(1)
+    beyond = (groups * GROUP - halved.inputs) // 2
     return panels[:, : panels.shape[1] - beyond * PANEL]
 
 

@@ -53,7 +53,9 @@ def known_answer(
     if file.is_file():
         return load_file(file)["kv"]
 
-    def projection_of(weight: torch.Tensor, bias: torch.Tensor | None) -> Projection:
+    def projection_of(
+        weight: torch.Tensor, bias: torch.Tensor | None, *, is_head: bool = False
+    ) -> Projection:
         if weights != "bf16":
             weight = executed(weight.to(torch.bfloat16), weights).float()
         return of_any_count(weight, bias)

@@ -52,7 +52,7 @@ class Llama:
         ]
         self._norm = read("model.norm.weight")
         head = self._embedding if spec.tie_embeddings else read("lm_head.weight")
-        self._head = projection_of(head, None)
+        self._head = projection_of(head, None, is_head=True)
         self.is_packed = isinstance(self._head, PackedWeight)
         self._frequencies = inverse_frequencies(spec)
         self._threads = torch.get_num_threads()  # the compiled library's; torch's may change

@@ -81,7 +81,7 @@ class Kind(NamedTuple):
 class Products:
     """One model's products, each kind of them tried when it is first met.
 
-    bf16 weights are executed as `weights` says.
+    bf16 weights are executed as `weights` says; the logits' are int8 where others are int4.
 
     Mutable fields: `packed` (kinds of packed weights), `found` (safe counts of torch's products by
     kind; empty: none were), `failures` (what was found in place of safe counts), `_bits` (of what
@@ -96,17 +96,20 @@ class Products:
     _bits: blake2b = field(default_factory=lambda: blake2b(digest_size=8))
     _pages: HugePages = field(default_factory=HugePages)
 
-    def projection(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Projection:
+    def projection(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_head: bool = False
+    ) -> Projection:
         """Return what multiplies by this weight; it may keep a copy of its own instead."""
+        weights: WeightFormat = "int8" if is_head and self.weights == "int4" else self.weights
         if weight.dtype != torch.bfloat16 or not packed.available():
             if weight.dtype == torch.bfloat16:
-                weight = executed(weight, self.weights)
+                weight = executed(weight, weights)
             return TorchProjection(weight, bias, self.counts_of(weight, bias))
         kind = Kind.of(weight, bias)
         if kind not in self.packed:
             self.packed.add(kind)
             self._note_packed(kind)
-        return PackedWeight.of(weight, bias, self._threads, self._pages, self.weights)
+        return PackedWeight.of(weight, bias, self._threads, self._pages, weights)
 
     def counts_of(self, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[int, ...]:
         """Return the row counts for `layers.linear`; empty when none are safe."""

@@ -7,7 +7,7 @@ Two things can be one: `kernels/packed.PackedWeight`, where the machine has the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,8 +28,14 @@ class Projection(Protocol):
         ...
 
 
-# Given a weight [out, in] and its bias [out] or None.
-ProjectionOf = Callable[[torch.Tensor, torch.Tensor | None], Projection]
+class ProjectionOf(Protocol):
+    """Makes what multiplies by a weight [out, in], with its bias [out] or None."""
+
+    def __call__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_head: bool = False
+    ) -> Projection:
+        """`is_head`: it makes the logits."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,8 @@ class TorchProjection:
         return logits(rows, self.weight, self.counts)
 
 
-def of_any_count(weight: torch.Tensor, bias: torch.Tensor | None) -> Projection:
+def of_any_count(
+    weight: torch.Tensor, bias: torch.Tensor | None, *, is_head: bool = False
+) -> Projection:
     """Promise nothing: compute as many rows as there are."""
     return TorchProjection(weight, bias, ())

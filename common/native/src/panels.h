@@ -4,7 +4,10 @@
 // weights of one output after the other. As bf16 that is two vectors a pair. As 8 bits it is one of
 // codes, and before every 16 pairs come the group's 32 scales, bf16: a weight is its code times the
 // scale of its output, rounded to bf16. That product is exact in float32, so it is rounded once, and
-// scales are so large, or zero, that none is denormal (kernels/weight_formats.py).
+// scales are so large, or zero, that none is denormal (kernels/weight_formats.py). As 4 bits it is half
+// a vector of codes: those of the other 16 outputs are the high halves of the first ones' bytes. Before
+// every 16 pairs come the group's scales and its least weights, fp16, and a weight is its code times
+// the scale, exact, plus the least weight, rounded to float32 and then to bf16.
 
 #pragma once
 
@@ -80,6 +83,48 @@ struct Int8Panel {
                     _mm512_cvtne2ps_pbh(weights(3), weights(2))};
     prefetch(at);
     at += kPanelPair;
+    return pair;
+  }
+};
+
+// Each lane's fp16, as float32, twice: of the eight lanes at `from`.
+KVASS_INLINE __m512 twice_half(const uint8_t* from) {
+  const __m512i lanes = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+  const __m256 wide = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  return _mm512_permutexvar_ps(lanes, _mm512_castps256_ps512(wide));
+}
+
+// Codes of 4 bits.
+struct Int4Panel {
+  const uint8_t* at;
+  __m512 scales[4] = {}, least[4] = {};
+
+  static int64_t size(int64_t pairs) {
+    return pairs * kPanelPair / 2 + up(pairs, kGroupPairs) * 4 * kPanel;
+  }
+  KVASS_INLINE void open_group() {
+    prefetch(at);
+    prefetch(at + 64);
+    for (int part = 0; part < 4; part++) {
+      scales[part] = twice_half(at + 16 * part);
+      least[part] = twice_half(at + 2 * kPanel + 16 * part);
+    }
+    at += 4 * kPanel;
+  }
+  KVASS_INLINE __m512 weights(__m512i codes, int part) const {
+    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(codes), scales[part], least[part]);
+  }
+  KVASS_INLINE Pair next() {
+    const __m128i* from = reinterpret_cast<const __m128i*>(at);
+    const __m512i one = _mm512_cvtepu8_epi32(_mm_loadu_si128(from));
+    const __m512i two = _mm512_cvtepu8_epi32(_mm_loadu_si128(from + 1));
+    const __m512i mask = _mm512_set1_epi32(15);
+    const Pair pair{_mm512_cvtne2ps_pbh(weights(_mm512_and_si512(two, mask), 1),
+                                        weights(_mm512_and_si512(one, mask), 0)),
+                    _mm512_cvtne2ps_pbh(weights(_mm512_srli_epi32(two, 4), 3),
+                                        weights(_mm512_srli_epi32(one, 4), 2))};
+    prefetch(at);
+    at += kPanelPair / 2;
     return pair;
   }
 };

@@ -109,7 +109,7 @@ void multiply_block(const Product& p, int64_t first, int64_t panel, const uint8_
         return load<int32_t>(from + row * inputs + 2 * pair);
       });
   }
-  if (inputs % 2) {  // the last input has no second, and its weights' second halves are zero
+  if (inputs % 2) {  // the last input has no second: zero times whatever weight
     if (pairs % kGroupPairs == 0) reader.open_group();
     add_pair<rows>(low, high, reader.next(), [=](int row) __attribute__((always_inline)) {
       return static_cast<int32_t>(from[row * inputs + 2 * pairs]);
@@ -131,6 +131,7 @@ void multiply_block(const Product& p, int64_t first, int64_t panel, const uint8_
 constexpr Format kFormats[] = {
     {KVASS_BLOCKS(Bf16Panel), Bf16Panel::size, nullptr},
     {KVASS_BLOCKS(Int8Panel), Int8Panel::size, unpack<Int8Panel>},
+    {KVASS_BLOCKS(Int4Panel), Int4Panel::size, unpack<Int4Panel>},
 };
 
 // Returns room of this thread's, which it keeps: threads are few, and last as long as the process.
