@@ -181,7 +181,7 @@ async def test_the_slots_of_a_client_that_has_left_are_the_machine_s_again() -> 
         for number in range(3):
             block = np.full(LAYOUT.block_size, number, dtype=np.uint8)
             async with open_store([address], like=block, name="slots") as store:
-                result = await store.put(store.chain([number]), {0: block})
+                result = await store.put(store.chain([number] * 16), {0: block})
                 assert set(result.stored) == {0} and mapped(pid) == 1
             with anyio.fail_after(5):
                 while mapped(pid):  # noqa: ASYNC110 (a mapping that goes wakes nobody)
