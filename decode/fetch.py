@@ -112,8 +112,9 @@ class Fetcher:
 
     async def _transfer(self, chain: Chain, indices: list[int], slots: list[int]) -> set[int]:
         started_s = anyio.current_time()
-        landed = await self._store.pull(chain, indices, slots, deadline_s=PULL_S)
-        self._costs.pulled(len(landed) * self._block_size, anyio.current_time() - started_s)
+        with self._costs.pulling():
+            landed = await self._store.pull(chain, indices, slots, deadline_s=PULL_S)
+            self._costs.pulled(len(landed) * self._block_size, anyio.current_time() - started_s)
         return landed
 
 

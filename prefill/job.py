@@ -37,14 +37,15 @@ class Run:
     """A job that runs, with what its tasks share.
 
     `on_move` tells the loop that there may be something to compute. Mutable fields: `stored`
-    (blocks known to be in the store), `moved` (set and replaced whenever anything changes),
-    `is_over`.
+    (blocks known to be in the store), `computing` (keys of blocks that are there and computed all
+    the same), `moved` (set and replaced whenever anything changes), `is_over`.
     """
 
     job: Job
     publisher: Publisher
     on_move: Callable[[], None]
     stored: set[int] = field(default_factory=set)
+    computing: set[bytes] = field(default_factory=set)
     moved: anyio.Event = field(default_factory=anyio.Event)
     is_over: bool = False
 
@@ -81,13 +82,17 @@ class Run:
 
 
 class Resolver:
-    """Decides every block's fate for jobs of one worker. Immutable."""
+    """Decides every block's fate for jobs of one worker.
+
+    Mutable field: `_computing`, keys of blocks that a job computes though they are in the store.
+    """
 
     def __init__(self, store: StoreClient, costs: Costs, block_size: int, claim_s: float) -> None:
         self._store = store
         self._costs = costs
         self._block_size = block_size
         self._claim_s = claim_s
+        self._computing: set[bytes] = set()
 
     async def run(self, run: Run) -> None:
         """Bring a running job to its end; its blocks are computed by the loop meanwhile."""
@@ -108,6 +113,8 @@ class Resolver:
                 await run.publisher.flush()
             except errors.KvassError as error:
                 failure = error  # raised outside, where it is in no group
+            finally:
+                self._computing -= run.computing
             tasks.cancel_scope.cancel()
         if failure is not None:
             raise failure
@@ -152,20 +159,29 @@ class Resolver:
             run.move()
 
     async def _load(self, run: Run, indices: list[int]) -> None:
-        """Pull blocks where that pays; what did not come, or does not pay, is ours to compute."""
+        """Pull blocks where that pays; what did not come, or does not pay, is ours to compute.
+
+        Of many jobs that want a block at once one may find computing it cheaper; the others pull.
+        """
         job, table = run.job, run.job.table
-        size = self._block_size
-        chosen = [
-            index
-            for low, high in ranges_of(indices)
-            if self._costs.loading_pays((high - low) * size, (high - low) * table.block_tokens)
-            for index in range(low, high)
-        ]
+        size, keys = self._block_size, run.job.table.chain.keys
+        chosen: list[int] = []
+        for low, high in ranges_of(indices):
+            wanted = keys[low:high]
+            count = high - low
+            if not self._computing.isdisjoint(wanted) or self._costs.loading_pays(
+                count * size, count * table.block_tokens
+            ):
+                chosen += range(low, high)
+            else:
+                self._computing.update(wanted)
+                run.computing.update(wanted)
         if chosen:
             begun_s = anyio.current_time()
             slots = [table.slots[index] for index in chosen]
-            landed = await self._store.pull(table.chain, chosen, slots, deadline_s=PULL_S)
-            self._costs.pulled(len(landed) * size, anyio.current_time() - begun_s)
+            with self._costs.pulling():
+                landed = await self._store.pull(table.chain, chosen, slots, deadline_s=PULL_S)
+                self._costs.pulled(len(landed) * size, anyio.current_time() - begun_s)
             for index in landed:
                 table.landed(index)
         for index in indices:

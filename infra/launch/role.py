@@ -79,7 +79,7 @@ def run_role(role: Role, config: Config, member_id: str, *, supervised: bool) ->
     try:
         if role != "gateway":  # before there are threads that compute, and memory
             cpus.pin(getattr(config, role).cpus, f"{role}.cpus")
-            _log.info("compiled library: %s", library.in_use())
+            library.in_use()
         require_own(config.host)  # before the seconds that a model takes, as what follows
         credentials_of(config.cluster)
         if role != "store":
