@@ -24,13 +24,6 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    """asyncio's own loop: when a broker in it was stopped, closing uvloop's hung once in many runs,
-    where no timeout of a test reaches."""
-    return "asyncio"
-
-
-@pytest.fixture
 def broker() -> str:
     return free_broker()
 
