@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Protocol
 
@@ -25,7 +26,10 @@ class LoopClock:
     """The event loop's clock: real under asyncio, virtual under trio's mock clock."""
 
     def now_s(self) -> float:
-        return anyio.current_time()
+        try:  # a tenth of the time that anyio takes to find out where it runs
+            return asyncio.get_running_loop().time()
+        except RuntimeError:
+            return anyio.current_time()
 
 
 class ManualClock:

@@ -149,8 +149,12 @@ def segments(first: int, stop: int) -> list[tuple[int, int]]:
 
 def ranges_of(indices: Iterable[int]) -> list[tuple[int, int]]:
     """Join ascending indices into maximal half-open ranges."""
+    known = list(indices)
+    whole = range(known[0], known[0] + len(known)) if known else range(0)
+    if known and known == list(whole):  # as a rule
+        return [(whole.start, whole.stop)]
     joined: list[tuple[int, int]] = []
-    for index in indices:
+    for index in known:
         if joined and joined[-1][1] == index:
             joined[-1] = (joined[-1][0], index + 1)
         else:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from itertools import groupby
 from typing import Any, TypeVar
 
 import anyio
 import anyio.abc
 
 from kvass.common.errors import Invalid, KvassError
+from kvass.common.keys import SEGMENT_BLOCKS
 from kvass.common.transport.endpoints import Endpoints
 from kvass.common.wire import Message, Request
 from kvass.kvstore.links import CLEAN_UP_S, Dialer, NodeLink
@@ -94,17 +96,13 @@ class Router:
         """Give each block to the first node of its segment's order that is usable and was not
         tried."""
         plan: dict[NodeLink, list[int]] = {}
-        chosen: dict[bytes, NodeLink | None] = {}
-        for index in sorted(indices):
-            segment = chain.segment_key(index)
-            if segment not in chosen:
-                link = chosen[segment] = self.first(segment, tried, writing=writing)
-                if link is not None:
-                    plan.setdefault(link, [])
-            link = chosen[segment]
+        for _, own in groupby(sorted(indices), lambda index: index // SEGMENT_BLOCKS):
+            part = list(own)
+            segment = chain.segment_key(part[0])
+            link = self.first(segment, tried, writing=writing)
             if link is not None:
-                plan[link].append(index)
-        tried |= {(segment, link.node.member_id) for segment, link in chosen.items() if link}
+                plan.setdefault(link, []).extend(part)
+                tried.add((segment, link.node.member_id))
         return plan
 
     def first(self, segment: bytes, tried: Tried, *, writing: bool = False) -> NodeLink | None:

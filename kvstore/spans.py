@@ -6,7 +6,7 @@ are ambiguous once two chains part inside a segment.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Protocol
 
@@ -36,16 +36,17 @@ class Span(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     def __len__(self) -> int:
         return len(self.keys) // KEY_BYTES
 
-    def named(self) -> Iterator[tuple[int, bytes]]:
-        """Yield (chain index, key) in order; raises Invalid for a span that cannot be one."""
-        count, rest = divmod(len(self.keys), KEY_BYTES)
-        if rest or self.first % SEGMENT_BLOCKS + count > SEGMENT_BLOCKS:
+    def named(self) -> Iterable[tuple[int, bytes]]:
+        """Return (chain index, key) in order; raises Invalid for a span that cannot be one."""
+        keys, first, size = self.keys, self.first, len(self.keys)
+        count, rest = divmod(size, KEY_BYTES)
+        if rest or first % SEGMENT_BLOCKS + count > SEGMENT_BLOCKS:
             raise Invalid(
-                f"span: {len(self.keys)} bytes of keys from block {self.first} on; expected whole "
+                f"span: {size} bytes of keys from block {first} on; expected whole "
                 f"keys of {KEY_BYTES} bytes inside one segment of {SEGMENT_BLOCKS} blocks"
             )
-        for i in range(count):
-            yield self.first + i, self.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES]
+        each = [keys[at : at + KEY_BYTES] for at in range(0, size, KEY_BYTES)]
+        return zip(range(first, first + count), each, strict=True)
 
 
 Spans = Annotated[tuple[Span, ...], Meta(max_length=SPANS_MAX)]
@@ -95,7 +96,9 @@ def spans_of(chain: Named, ranges: Iterable[Range]) -> list[Span]:
 
 def named(spans: Sequence[Span]) -> dict[int, bytes]:
     """Return the keys of spans by chain index; raises Invalid when an index comes twice."""
-    keys = {index: key for span in spans for index, key in span.named()}
+    keys: dict[int, bytes] = {}
+    for span in spans:
+        keys.update(span.named())
     if len(keys) != sum(len(span) for span in spans):
         raise Invalid("spans: a chain index comes twice")
     return keys

@@ -11,7 +11,7 @@ import itertools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import anyio
 import anyio.abc
@@ -25,8 +25,6 @@ from kvass.common.executor import Executor
 from kvass.common.transport.endpoints import Endpoints
 from kvass.common.transport.seam import Loan, Region
 from kvass.kvstore import messages as m
-
-T = TypeVar("T")
 
 HASH_BYTES = 64 << 20  # hashed in the event loop, two milliseconds with turns in between
 TURN_BYTES = 8 << 20
@@ -209,7 +207,7 @@ async def borrow(endpoints: Endpoints, size: int, *, deadline_s: float) -> Loan 
     return None
 
 
-def parts(items: Sequence[T], size: int) -> list[Sequence[T]]:
-    """Cut items of `size` bytes each into parts of about PART_BYTES."""
+def parts(items: int, size: int) -> list[slice]:
+    """Cut so many items of `size` bytes each into parts of about PART_BYTES."""
     count = max(1, PART_BYTES // size)
-    return [items[first : first + count] for first in range(0, len(items), count)]
+    return [slice(first, first + count) for first in range(0, items, count)]

@@ -17,8 +17,8 @@ from kvass.common.transport.seam import Copies, Region
 RANGES_MAX = 65_536  # in one call: 12 GB of the default model's blocks, far over any landing buffer
 SLICE_BYTES = 16 << 20  # 10 ms of loopback TCP: how often deadlines are looked at
 SLICE_RANGES = 1_024
-_ADDRESS_MAX = np.uint64(1 << 56)  # user space ends below, also with five-level page tables
-_SIZE_MAX = np.uint64(1 << 40)
+_ADDRESS_MAX = 1 << 56  # user space ends below, also with five-level page tables
+_SIZE_MAX = 1 << 40
 
 
 def check(copies: Copies, regions: Sequence[Region]) -> None:
@@ -38,13 +38,13 @@ def check(copies: Copies, regions: Sequence[Region]) -> None:
     ):
         if array.dtype != np.uint64 or array.ndim != 1:
             raise Invalid(f"copies.{name}: expected one dimension of uint64, got {array.dtype}")
-        if count and int(array.max()) > most:
-            raise Invalid(f"copies.{name}: {int(array.max()):#x} is over {int(most):#x}")
-    if count and int(copies.sizes.min()) == 0:
+        if count and (largest := int(np.maximum.reduce(array))) > most:
+            raise Invalid(f"copies.{name}: {largest:#x} is over {most:#x}")
+    if not np.logical_and.reduce(copies.sizes):
         raise Invalid("copies.sizes: a range of no bytes")
-    outside = ~within(copies.local, copies.sizes, regions)
-    if outside.any():
-        address = int(copies.local[int(outside.argmax())])
+    inside = within(copies.local, copies.sizes, regions)
+    if not np.logical_and.reduce(inside):
+        address = int(copies.local[int(inside.argmin())])
         raise Invalid(f"copies.local: {address:#x} is not inside registered memory")
 
 

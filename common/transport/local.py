@@ -19,13 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import anyio
 import msgspec
-import numpy as np
 
 from kvass.common.checksum import Sums
 from kvass.common.errors import DeadlineExceeded, Invalid, Overloaded, Unavailable
 from kvass.common.transport.copies import check, within
 from kvass.common.transport.identity import Identity
-from kvass.common.transport.peer_process import RANGES_MAX, Own, PeerProcess
+from kvass.common.transport.peer_process import Own, PeerProcess
 from kvass.common.transport.seam import (
     AttachRefused,
     Copies,
@@ -221,7 +220,7 @@ class _Slices:
         self._deadline = deadline
         self._reading = peer.reading(copies, sums)
         size = MAPPED_SLICE_BYTES if self._reading.is_mapped else SLICE_BYTES
-        self._left = deque(_slices(copies, size))
+        self._left = deque(self._reading.slices(size))
         self.stopped = False
 
     @property
@@ -258,15 +257,3 @@ class _Slices:
             return self._left.popleft()
         except IndexError:
             return None
-
-
-def _slices(copies: Copies, size: int) -> Iterator[tuple[int, int]]:
-    """Cut ranges [0, count) into pieces of about `size` bytes, at most RANGES_MAX each."""
-    ends = np.cumsum(copies.sizes)
-    first, count = 0, len(ends)
-    while first < count:
-        taken = int(ends[first - 1]) if first else 0
-        stop = int(np.searchsorted(ends, np.uint64(taken + size), side="right"))
-        stop = min(max(stop, first + 1), first + RANGES_MAX)
-        yield first, stop
-        first = stop

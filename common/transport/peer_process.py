@@ -17,7 +17,7 @@ import errno
 import functools
 import os
 import select
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -102,11 +102,13 @@ class PeerProcess:
 
     def reading(self, copies: Copies, sums: Sums) -> Reading:
         """Return what copies ranges of registered memory; `sums` takes their checksums."""
+        sizes = copies.sizes
+        size = int(sizes[0]) if len(sizes) and (sizes == sizes[0]).all() else 0
         for mapped in self._mapped:
             sources = mapped.sources(copies)
             if sources is not None:
-                return Reading(self.card.pid, copies, sources, sums, is_mapped=True)
-        return Reading(self.card.pid, copies, copies.remote, sums, is_mapped=False)
+                return Reading(self.card.pid, copies, sources, sums, size, is_mapped=True)
+        return Reading(self.card.pid, copies, copies.remote, sums, size, is_mapped=False)
 
     def read(self, reading: Reading, first: int, stop: int) -> None:
         """Copy ranges [first, stop) into own memory; at most RANGES_MAX of them.
@@ -196,26 +198,46 @@ class PeerProcess:
 class Reading:
     """Ranges to copy out of a process, and where their checksums go.
 
-    `sources`: addresses in this process if the memory `is_mapped`, else in the other one.
+    `sources`: addresses in this process if the memory `is_mapped`, else in the other one. `size`:
+    of each range; 0 where they differ.
     """
 
     pid: int
     copies: Copies
     sources: NDArray[np.uint64]
     sums: Sums
+    size: int
     is_mapped: bool
+
+    def slices(self, slice_bytes: int) -> Iterator[tuple[int, int]]:
+        """Cut the ranges into pieces [first, stop) of about so many bytes, at most RANGES_MAX."""
+        count = len(self.copies.sizes)
+        if self.size:
+            step = min(max(slice_bytes // self.size, 1), RANGES_MAX)
+            yield from ((first, min(first + step, count)) for first in range(0, count, step))
+            return
+        ends = np.cumsum(self.copies.sizes)
+        first = 0
+        while first < count:
+            taken = int(ends[first - 1]) if first else 0
+            stop = int(np.searchsorted(ends, np.uint64(taken + slice_bytes), side="right"))
+            stop = min(max(stop, first + 1), first + RANGES_MAX)
+            yield first, stop
+            first = stop
 
     def copy(self, first: int, stop: int) -> OSError | None:
         """Copy and sum ranges [first, stop); return what went wrong, also when only a part was
         copied."""
-        targets, sizes = self.copies.local, self.copies.sizes
-        size, groups = int(sizes[first]), self.sums.groups
-        if int(sizes[first:stop].min()) != int(sizes[first:stop].max()):
-            for place in range(first, stop):  # ranges of one size are copied by one call
-                failed = self.copy(place, place + 1)
-                if failed:
-                    return failed
-            return None
+        if self.size:
+            return self._copy(self.size, first, stop)
+        for place in range(first, stop):  # ranges of one size are copied by one call
+            failed = self._copy(int(self.copies.sizes[place]), place, place + 1)
+            if failed:
+                return failed
+        return None
+
+    def _copy(self, size: int, first: int, stop: int) -> OSError | None:
+        targets, groups = self.copies.local, self.sums.groups
         if self.is_mapped:
             copy_ranges(targets, self.sources, size, self.sums, first, stop)
             return None

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import anyio
 import numpy as np
 
-from kvass.common.checksum import Sums, copy_ranges, rows
+from kvass.common.checksum import Sums, Words, copy_ranges
 from kvass.common.errors import KvassError
 from kvass.common.keys import ranges_of
 from kvass.common.transport.seam import Copies, Loan
@@ -103,9 +103,9 @@ class _Batch:
         ):
             raise self.link.wrong("places of other blocks than were asked for, or not whole")
 
-    def _announced(self, places: m.Places) -> dict[int, tuple[int, ...]]:
-        width = len(self.transfers.groups)
-        return dict(zip(places.indices, rows(places.checksums, width), strict=True))
+    def _announced(self, places: m.Places) -> Words:
+        """Return the checksums uint64 [blocks, groups] that the node has of the blocks."""
+        return np.array(places.checksums, dtype=np.uint64).reshape(len(places.indices), -1)
 
     # --- same host ---
 
@@ -143,20 +143,20 @@ class _Batch:
     async def _read_leased(self, lease: m.Places, start_id: str) -> None:
         """Read part by part, and renew the lease between them when it is half over."""
         announced = self._announced(lease)
-        addresses = dict(zip(lease.indices, lease.addresses, strict=True))
         renew_s = self.link.now_s() + lease.lease_s / 2
-        for part in parts(lease.indices, self.transfers.share):
+        for part in parts(len(lease.indices), self.transfers.share):
             if self.link.now_s() >= renew_s:
                 renew_s = self.link.now_s() + lease.lease_s / 2
                 await self.link.tell(m.GetRenew(lease_id=lease.lease_id))
-            await self._read_part(start_id, part, [addresses[index] for index in part], announced)
+            indices, sources = lease.indices[part], lease.addresses[part]
+            await self._read_part(start_id, indices, sources, announced[part])
 
     async def _read_part(
         self,
         start_id: str,
         part: Sequence[int],
         sources: Sequence[int],
-        announced: Mapping[int, tuple[int, ...]],
+        announced: Words,
     ) -> None:
         """Read a part; each block is summed as it comes into its slot."""
         transfers = self.transfers
@@ -173,25 +173,24 @@ class _Batch:
                 start_id, copies, deadline_s=self._left_s(), sums=sums
             )
         finally:  # what came before a fault is there
-            found = {part[place]: each for place, each in sums.found().items()}
-            self._judge(found, announced)
+            self._judge(part, sums, announced)
 
-    def _judge(
-        self, found: Mapping[int, tuple[int, ...]], announced: Mapping[int, tuple[int, ...]]
-    ) -> None:
+    def _judge(self, indices: Sequence[int], sums: Sums, announced: Words) -> None:
         """Sort blocks that are in their slots by whether their checksums are right."""
-        for index, checksums in found.items():
-            if checksums == announced[index]:
-                self.outcome.pulled[index] = checksums
+        right = (sums.values == announced).all(axis=1)
+        for place, checksums in sums.found().items():
+            if right[place]:
+                self.outcome.pulled[indices[place]] = checksums
             else:
                 self.transfers.counts["pull_corrupt"] += 1
-                self.outcome.missed[index] = "corrupt"
-                self.wrong.append(index)
+                self.outcome.missed[indices[place]] = "corrupt"
+                self.wrong.append(indices[place])
 
     def _note_gone(self, places: m.Places) -> None:
         """What the node did not give a place of, it has no more."""
-        gone = self.slots.keys() - set(places.indices)
-        self.outcome.missed.update(dict.fromkeys(gone, "gone"))
+        if len(places.indices) < len(self.slots):
+            gone = self.slots.keys() - set(places.indices)
+            self.outcome.missed.update(dict.fromkeys(gone, "gone"))
 
     # --- TCP ---
 
@@ -217,17 +216,16 @@ class _Batch:
             )
             self._check(places, len(places.indices))
             self._note_gone(places)
-            found: list[tuple[int, ...]] = []
             if places.indices:
                 await loan.arrived(deadline_s=self._left_s())
                 targets = [self.slots[index] for index in places.indices]
-                found = await transfers.executor.run(lambda: self._copy(loan, targets))
-            self._judge(dict(zip(places.indices, found, strict=True)), self._announced(places))
+                sums = await transfers.executor.run(lambda: self._copy(loan, targets))
+                self._judge(places.indices, sums, self._announced(places))
         if self.wrong:
             suspects = tuple(self.chain.key(index) for index in self.wrong)
             await self.link.tell(m.GetEnd(lease_id=places.lease_id, corrupt=suspects))
 
-    def _copy(self, loan: Loan, slots: Sequence[int]) -> list[tuple[int, ...]]:
+    def _copy(self, loan: Loan, slots: Sequence[int]) -> Sums:
         """Copy what has landed into its slots, and sum in the same pass what is put there: late
         bytes may still change the loan, never a slot."""
         landed = np.frombuffer(loan.view(), dtype=np.uint8).ctypes.data
@@ -241,7 +239,7 @@ class _Batch:
             0,
             count,
         )
-        return list(sums.found().values())
+        return sums
 
 
 @asynccontextmanager

@@ -198,12 +198,16 @@ class Index:
         """
         self.expire(now_s)
         found = [entry for key in keys if (entry := self.ledger.visible(key)) is not None]
-        shape = (size_bytes, head_groups)
-        entries = [e for e in found if (e.header.length, e.head_groups) == shape]
+        entries = [
+            each
+            for each in found
+            if each.header.length == size_bytes and each.head_groups == head_groups
+        ]
         if not entries:
             return None
-        self.ledger.touch([entry.header.key for entry in entries])
-        return self.leases.begin(entries, now_s, length_s)
+        lease = self.leases.begin(entries, now_s, length_s)
+        self.ledger.touch(lease.keys)
+        return lease
 
     def get_renew(self, lease_id: str, now_s: float) -> bool:
         """Prolong a lease; False when it is not held."""

@@ -24,10 +24,11 @@ BANDWIDTH_WEIGHT = 0.2  # of the newest measurement
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Mutable field: `ends_s`."""
+    """Mutable field: `ends_s`. `keys` are the entries', in order."""
 
     lease_id: str
     entries: tuple[Entry, ...]
+    keys: list[bytes]
     begun_s: float
     length_s: float
     ends_s: float
@@ -59,12 +60,13 @@ class Leases:
         if len(self._leases) >= LEASES_MAX:
             raise Overloaded(f"{LEASES_MAX} leases are out on this node")
         taken = tuple(entries)
-        size_bytes = sum(entry.header.length for entry in taken)
+        size_bytes = sum([entry.header.length for entry in taken])
         if length_s is None:
             length_s = min(max(size_bytes / self.bandwidth * MARGIN, FLOOR_S), CAP_S)
         self._count += 1
         lease_id = f"{self._epoch}-{self._count}"
-        lease = Lease(lease_id, taken, now_s, length_s, now_s + length_s, size_bytes)
+        keys = [entry.header.key for entry in taken]
+        lease = Lease(lease_id, taken, keys, now_s, length_s, now_s + length_s, size_bytes)
         for entry in taken:
             self._ledger.lease(entry)
         self._leases[lease_id] = lease

@@ -9,7 +9,7 @@ is visible before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import anyio
@@ -109,9 +109,10 @@ class Deliveries:
         found = await self._executor.run(lambda: sums(self._slab.view, offset, size, count))
         return found == entry.header.checksums
 
-    def address(self, entry: Entry, first_group: int) -> int:
-        """Return where a block's head group starts in this process's memory."""
-        return self._slab.address + entry.slot.offset + first_group * entry.group_size
+    def addresses(self, entries: Iterable[Entry], first_group: int) -> list[int]:
+        """Return where the blocks' head group starts in this process's memory."""
+        base = self._slab.address
+        return [base + each.slot.offset + first_group * each.group_size for each in entries]
 
     async def write(
         self, lease: Lease, groups: range, target: LoanCard, *, deadline_s: float
@@ -125,7 +126,7 @@ class Deliveries:
         if sum(sizes) > target.size:
             raise Invalid(f"the loan has {target.size} bytes; the blocks take {sum(sizes)}")
         ends = np.cumsum(sizes, dtype=np.uint64)
-        sources = [self.address(entry, groups.start) for entry in lease.entries]
+        sources = self.addresses(lease.entries, groups.start)
         copies = Copies(
             local=np.array(sources, dtype=np.uint64),
             remote=ends - np.array(sizes, dtype=np.uint64) + np.uint64(target.address),

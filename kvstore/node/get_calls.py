@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from itertools import chain
 
 from kvass.common.errors import Invalid, KvassError
 from kvass.common.rpc.server import Call, Handler
@@ -33,57 +34,66 @@ class GetCalls:
             m.GetRenew: self._renew,
         }
 
-    def _lease(
-        self, request: m.GetBegin | m.GetWrite, length_s: float | None
-    ) -> tuple[Lease | None, range, dict[bytes, int]]:
+    async def _asked(self, request: m.GetBegin | m.GetWrite) -> dict[bytes, int]:
+        """Return the indices of what is asked for by its keys; what is below memory was brought
+        up."""
         first, stop = request.groups
         if not 0 <= first < stop <= request.head_groups:
             raise Invalid(f"get: head groups {first} to {stop} of {request.head_groups}")
-        indices = {key: index for index, key in m.named(request.spans).items()}
-        if len(indices) > m.BLOCKS_MAX:
-            raise Invalid(f"get: {len(indices)} blocks in one call; at most {m.BLOCKS_MAX}")
+        named = m.named(request.spans)
+        if len(named) > m.BLOCKS_MAX:
+            raise Invalid(f"get: {len(named)} blocks in one call; at most {m.BLOCKS_MAX}")
+        keys = list(named.values())
+        await self._state.rise(keys)
+        return dict(zip(keys, named, strict=True))
+
+    def _lease(
+        self,
+        request: m.GetBegin | m.GetWrite,
+        indices: Mapping[bytes, int],
+        length_s: float | None,
+    ) -> Lease | None:
         lease = self._state.index.get_begin(
             list(indices), request.block_size, request.head_groups, self._state.now_s(), length_s
         )
         self._state.notify()
         if lease is not None:
-            self._state.on_asked([entry.header.key for entry in lease.entries])
-        return lease, range(first, stop), indices
+            self._state.on_asked(lease.keys)
+        return lease
 
-    def _places(self, lease: Lease, groups: range, indices: Mapping[bytes, int]) -> m.Places:
-        address = self._state.deliveries.address
+    def _places(
+        self, lease: Lease, groups: tuple[int, int], indices: Mapping[bytes, int]
+    ) -> m.Places:
+        first, stop = groups
+        checksums = [entry.header.checksums[first:stop] for entry in lease.entries]
         return m.Places(
             lease_id=lease.lease_id,
             lease_s=lease.length_s,
-            indices=tuple(indices[entry.header.key] for entry in lease.entries),
-            addresses=tuple(address(entry, groups.start) for entry in lease.entries),
-            checksums=tuple(
-                checksum
-                for entry in lease.entries
-                for checksum in entry.header.checksums[groups.start : groups.stop]
-            ),
+            indices=tuple([indices[key] for key in lease.keys]),
+            addresses=tuple(self._state.deliveries.addresses(lease.entries, first)),
+            checksums=tuple(chain.from_iterable(checksums)),
         )
 
     async def _begin(self, call: Call) -> m.Places:
         request = request_of(call, m.GetBegin)
-        await self._state.rise(list(m.named(request.spans).values()))
-        lease, groups, indices = self._lease(request, None)
-        return _NOTHING if lease is None else self._places(lease, groups, indices)
+        indices = await self._asked(request)
+        lease = self._lease(request, indices, None)
+        return _NOTHING if lease is None else self._places(lease, request.groups, indices)
 
     async def _write(self, call: Call) -> m.Places:
         request = request_of(call, m.GetWrite)
         check_own(call, request.loan.card.start_id, "a loan")
         ends_s = self._state.now_s() + request.deadline_s
-        await self._state.rise(list(m.named(request.spans).values()))
+        indices = await self._asked(request)
         left_s = max(ends_s - self._state.now_s(), 1e-3)
-        length_s = left_s + WRITE_GRACE_S
-        lease, groups, indices = self._lease(request, length_s)
+        lease = self._lease(request, indices, left_s + WRITE_GRACE_S)
         if lease is None:
             return _NOTHING
         try:
+            groups = range(*request.groups)
             await self._state.deliveries.write(lease, groups, request.loan, deadline_s=left_s)
             self._tell_moved(lease)
-            return self._places(lease, groups, indices)
+            return self._places(lease, request.groups, indices)
         except KvassError as error:
             self._state.faults["get_failed"] += len(lease.entries)
             _log.warning("get of %s: %s", call.peer.member_id, error)

@@ -218,7 +218,8 @@ class PutCalls:
 
     async def _read_parts(self, arrival: Arrival, addresses: Mapping[bytes, int]) -> None:
         keys = list(arrival.moves)
-        for part in parts(keys, arrival.moves[keys[0]].size) if keys else ():
+        for place in parts(len(keys), arrival.moves[keys[0]].size) if keys else ():
+            part = keys[place]
             found = Sums.of(len(part), len(arrival.moves[part[0]].groups))
             try:
                 await self._state.deliveries.read(

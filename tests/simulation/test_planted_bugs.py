@@ -14,6 +14,7 @@ import pytest
 import lives
 from hash_model import BLOCK, HashModel
 from kvass.common import keys
+from kvass.common.checksum import Sums, Words
 from kvass.common.keys import block_key
 from kvass.common.model.runner import Rows
 from kvass.common.rpc.client import Client
@@ -68,12 +69,8 @@ def a_leased_slot_is_freed(patch: pytest.MonkeyPatch) -> None:
 def a_block_is_accepted_unchecked(patch: pytest.MonkeyPatch) -> None:
     """Whatever a transfer brought counts as pulled."""
 
-    def judge(
-        batch: _Batch,
-        found: Mapping[int, tuple[int, ...]],
-        announced: Mapping[int, tuple[int, ...]],
-    ) -> None:
-        batch.outcome.pulled.update(found)
+    def judge(batch: _Batch, indices: Sequence[int], sums: Sums, announced: Words) -> None:
+        batch.outcome.pulled.update((indices[at], each) for at, each in sums.found().items())
 
     patch.setattr(_Batch, "_judge", judge)
 
