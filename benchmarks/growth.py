@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 import rig
-from kvass.kvstore.node.heat import Heat
+from kvass.kvstore.node.copies.heat import Heat
 from kvass.kvstore.placement import Placement, StoreNode
 from rig import Figure
 

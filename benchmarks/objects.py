@@ -34,8 +34,8 @@ from kvass.common.checksum import sums
 from kvass.common.event_loop import run
 from kvass.common.executor import ThreadExecutor
 from kvass.common.keys import SEGMENT_BLOCKS, Chain, Namespace
-from kvass.kvstore.node.bucket_tier import READS
-from kvass.kvstore.node.uploads import UPLOADS
+from kvass.kvstore.node.tiers.bucket_tier import READS
+from kvass.kvstore.node.tiers.uploads import UPLOADS
 from kvass.kvstore.objects import contents
 from kvass.kvstore.objects.names import name_of, root_of
 from kvass.kvstore.objects.s3 import S3Bucket

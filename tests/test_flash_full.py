@@ -24,7 +24,7 @@ import pytest
 
 from flash_model import SMALL, key_of, payload_of
 from kvass.kvstore.flash.disk import RealDisk
-from kvass.kvstore.node.tiers import ASIDE_S
+from kvass.kvstore.node.tiers.flash_tier import ASIDE_S
 from test_tiers import Stage
 
 pytestmark = pytest.mark.anyio

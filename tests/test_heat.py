@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from kvass.kvstore.node import heat
-from kvass.kvstore.node.heat import HALF_LIFE_S, READS_MIN, SEGMENTS_MAX, Heat
+from kvass.kvstore.node.copies import heat
+from kvass.kvstore.node.copies.heat import HALF_LIFE_S, READS_MIN, SEGMENTS_MAX, Heat
 
 
 def segment(number: int) -> bytes:

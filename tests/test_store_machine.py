@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 from kvass.common.block import BlockHeader
 from kvass.kvstore.index.leases import Lease
 from kvass.kvstore.index.ledger import Entry
-from kvass.kvstore.node.fills import OWN_SESSION
+from kvass.kvstore.node.copies.fills import OWN_SESSION
 from store_draws import chains, groups, holds, ranges, readings, seldom, sessions
 from store_model import (
     CLAIM_S,

@@ -19,10 +19,10 @@ from kvass.kvstore.flash.memory_disk import MemoryDisk
 from kvass.kvstore.flash.records import DropOrder
 from kvass.kvstore.index.index import Index, Limits
 from kvass.kvstore.index.puts import PutOrder
-from kvass.kvstore.node import rises
 from kvass.kvstore.node.slab import Slab
 from kvass.kvstore.node.state import NodeState
-from kvass.kvstore.node.tiers import ASIDE_S, Tiers
+from kvass.kvstore.node.tiers import rises
+from kvass.kvstore.node.tiers.flash_tier import ASIDE_S, FlashTier
 
 pytestmark = pytest.mark.anyio
 SLAB_BYTES = 64 << 10
@@ -61,7 +61,7 @@ class Stage:
         self.state = NodeState(self.index, nothing, nothing, self.clock)
         self.readers = Gate()
         self.log = log = open_log(disk, SMALL)
-        self.tiers = Tiers(self.state, self.slab, log, InlineExecutor(), self.readers, tasks)
+        self.tiers = FlashTier(self.state, self.slab, log, InlineExecutor(), self.readers, tasks)
 
     def put(self, number: int) -> None:
         header = header_of(number)

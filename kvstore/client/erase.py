@@ -1,8 +1,8 @@
 """Erasing all over the store, and what an operator or an auditor asks of all its nodes.
 
 An erasure is told to every node at once, under one id, and is done when all have answered. Nodes
-that are away are told by those that heard it, when they come back (`node/exchange.py`). It refuses
-to know why.
+that are away are told by those that heard it, when they come back (`node/copies/exchange.py`). It
+refuses to know why.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     bar  ──> the writer's blocks are dropped, and for a while nothing of his is taken, from nobody
 
 Before a node takes a copy from another it makes sure that this one has heard of every erasure that
-itself has heard of (`node/exchange.py`); but a copy may be under way, from there or from the own
-flash, and come after the blocks were erased. A mark outlives any that was begun before. What a
+itself has heard of (`node/copies/exchange.py`); but a copy may be under way, from there or from the
+own flash, and come after the blocks were erased. A mark outlives any that was begun before. What a
 writer puts anew after a drop is taken: it is new. It refuses to know where blocks are.
 """
 

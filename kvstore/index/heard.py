@@ -30,7 +30,7 @@ from kvass.kvstore.erasure import (
     split_ids,
 )
 
-# What one node knows all that are up know within a few rounds of `node/exchange.py`.
+# What one node knows all that are up know within a few rounds of `node/copies/exchange.py`.
 SLACK_S = 60.0
 
 

@@ -24,23 +24,23 @@ from kvass.kvstore import messages as m
 from kvass.kvstore.flash.log import FlashLog
 from kvass.kvstore.index.index import Index
 from kvass.kvstore.index.puts import Verdict
-from kvass.kvstore.node.bucket import Bucket
-from kvass.kvstore.node.bucket_tier import BucketTier
+from kvass.kvstore.node.calls.erase_calls import EraseCalls
+from kvass.kvstore.node.calls.get_calls import GetCalls
+from kvass.kvstore.node.calls.put_calls import PutCalls
 from kvass.kvstore.node.chores import lasting
+from kvass.kvstore.node.copies.exchange import Meetings
+from kvass.kvstore.node.copies.fills import Filler
+from kvass.kvstore.node.copies.handover import Handover
+from kvass.kvstore.node.copies.heat import Heat
+from kvass.kvstore.node.copies.leaving import Leaving
+from kvass.kvstore.node.copies.repair import Repair
 from kvass.kvstore.node.deliveries import Deliveries
-from kvass.kvstore.node.erase_calls import EraseCalls
-from kvass.kvstore.node.exchange import Meetings
-from kvass.kvstore.node.fills import Filler
-from kvass.kvstore.node.get_calls import GetCalls
-from kvass.kvstore.node.handover import Handover
-from kvass.kvstore.node.heat import Heat
-from kvass.kvstore.node.leaving import Leaving
-from kvass.kvstore.node.put_calls import PutCalls
-from kvass.kvstore.node.repair import Repair
 from kvass.kvstore.node.scrub import Scrubber
 from kvass.kvstore.node.slab import Slab
 from kvass.kvstore.node.state import Moved, NodeState, check_own, chosen, ranges, request_of
-from kvass.kvstore.node.tiers import Tiers
+from kvass.kvstore.node.tiers.bucket import Bucket
+from kvass.kvstore.node.tiers.bucket_tier import BucketTier
+from kvass.kvstore.node.tiers.flash_tier import FlashTier
 from kvass.kvstore.objects.names import root_of
 from kvass.kvstore.objects.store import ObjectStore
 from kvass.kvstore.placement import StoreNode
@@ -88,7 +88,7 @@ class Node:
         self._state.on_stored = self._handover.committed
         self._tasks = tasks
         self._slab = slab
-        self._tiers: Tiers | None = None
+        self._tiers: FlashTier | None = None
         self._bucket: BucketTier | None = None
         self._flash_lost = ""
         self.leaving = Leaving(self._state, self._handover, tasks)
@@ -108,7 +108,7 @@ class Node:
 
     def add_flash(self, log: FlashLog, writer: Executor, readers: Executor) -> None:
         """Use a second tier, before `run`."""
-        self._tiers = Tiers(self._state, self._slab, log, writer, readers, self._tasks)
+        self._tiers = FlashTier(self._state, self._slab, log, writer, readers, self._tasks)
         self._state.rise = self._tiers.rise
         self._state.on_asked = self._tiers.asked
         self._handover.below = self._tiers.brought_up

@@ -40,7 +40,7 @@ from kvass.kvstore.flash.own_folder import own_folder
 from kvass.kvstore.index.index import Index, Limits
 from kvass.kvstore.index.shares import Allotments
 from kvass.kvstore.node.chores import survived
-from kvass.kvstore.node.leaving import Phase
+from kvass.kvstore.node.copies.leaving import Phase
 from kvass.kvstore.node.node import Node
 from kvass.kvstore.node.observe import Observer
 from kvass.kvstore.node.slab import Slab

@@ -9,6 +9,6 @@ An object holds up to a segment (32) of one chain's blocks: a request costs the 
 as for all, and a segment's are asked for together. A range of it is read when fewer are. Nothing is
 ever changed in place. Its name follows from its content, so nodes need not agree on anything, and
 says what is in it, so that a node that starts learns all by listing alone. The node's side is
-`node/bucket_tier.py`, with what goes there in `node/uploads.py` and what leaves in
-`node/bucket.py`.
+`node/tiers/bucket_tier.py`, with what goes there in `node/tiers/uploads.py` and what leaves in
+`node/tiers/bucket.py`.
 """

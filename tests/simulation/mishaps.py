@@ -12,7 +12,7 @@ from kvass.common.keys import Chain
 from kvass.kvstore import messages as m
 from kvass.kvstore.client.store import StoreClient
 from kvass.kvstore.erasure import Criteria
-from kvass.kvstore.node.handover import DRAIN_IDLE_S, spans_of_entries
+from kvass.kvstore.node.copies.handover import DRAIN_IDLE_S, spans_of_entries
 from lives import Life
 from members import Members
 from record import Record

@@ -14,7 +14,7 @@ from kvass.common.errors import Unavailable
 from kvass.common.executor import InlineExecutor
 from kvass.common.transport.route import Setting
 from kvass.kvstore.flash.memory_disk import MemoryDisk
-from kvass.kvstore.node.bucket_tier import BucketTier
+from kvass.kvstore.node.tiers.bucket_tier import BucketTier
 from kvass.kvstore.objects.shelf import Listed
 from store_sim import Cluster, SimNode, Worker, chain_of, push
 

@@ -14,7 +14,7 @@ import anyio.abc
 from kvass.common.keys import Chain
 from kvass.kvstore import messages as m
 from kvass.kvstore.index.ledger import Entry
-from kvass.kvstore.node.handover import spans_of_entries
+from kvass.kvstore.node.copies.handover import spans_of_entries
 from kvass.kvstore.placement import Placement, StoreNode
 from record import Record
 from store_sim import Cluster, SimNode

@@ -26,9 +26,9 @@ from kvass.kvstore.client import pulls
 from kvass.kvstore.client.pulls import PullOutcome, _Batch
 from kvass.kvstore.index.ledger import Entry, Ledger
 from kvass.kvstore.links import NodeLink
-from kvass.kvstore.node import fills
-from kvass.kvstore.node.arrivals import Arrival, Arrivals, Judged
-from kvass.kvstore.node.handover import Handover, Tally
+from kvass.kvstore.node.calls.arrivals import Arrival, Arrivals, Judged
+from kvass.kvstore.node.copies import fills
+from kvass.kvstore.node.copies.handover import Handover, Tally
 from kvass.kvstore.placement import StoreNode
 from kvass.kvstore.router import Router
 from kvass.kvstore.transfers import Transfers

@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry
 from kvass.common.transport.route import Setting
 from kvass.kvstore import messages as m
 from kvass.kvstore.flash.memory_disk import MemoryDisk
-from kvass.kvstore.node import bucket
 from kvass.kvstore.node.observe import Observer
+from kvass.kvstore.node.tiers import bucket
 from objects_sim import (
     ALL,
     BLOCK_BYTES,

@@ -9,8 +9,8 @@ import pytest
 import trio.testing
 
 from kvass.common.errors import Unavailable
-from kvass.kvstore.node import bucket, bucket_tier
-from kvass.kvstore.node.rises import GET_S
+from kvass.kvstore.node.tiers import bucket, bucket_tier
+from kvass.kvstore.node.tiers.rises import GET_S
 from objects_sim import ALL, BLOCKS, CHAINS, MemoryObjects, again, fill, start, tier, until
 from store_sim import at_rest, chain_of, cluster, pull, push
 

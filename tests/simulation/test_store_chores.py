@@ -17,11 +17,11 @@ from kvass.kvstore.flash.log import FlashLog
 from kvass.kvstore.flash.memory_disk import MemoryDisk
 from kvass.kvstore.index.index import Index
 from kvass.kvstore.index.puts import PutOrder, Verdict
-from kvass.kvstore.node.fills import Filler
-from kvass.kvstore.node.handover import Handover
-from kvass.kvstore.node.put_calls import PutCalls
+from kvass.kvstore.node.calls.put_calls import PutCalls
+from kvass.kvstore.node.copies.fills import Filler
+from kvass.kvstore.node.copies.handover import Handover
 from kvass.kvstore.node.scrub import Scrubber
-from kvass.kvstore.node.tiers import Tiers
+from kvass.kvstore.node.tiers.flash_tier import FlashTier
 from store_sim import Cluster, SimNode, Worker, chain_of, cluster, pull, push
 
 pytestmark = pytest.mark.anyio
@@ -81,7 +81,7 @@ def with_flash(sim: Cluster, disk: MemoryDisk) -> SimNode:
 
 @pytest.mark.parametrize(
     ("where", "name"),
-    [(Tiers, "_next_down"), (FlashLog, "append"), (FlashLog, "flush"), (Catalog, "read")],
+    [(FlashTier, "_next_down"), (FlashLog, "append"), (FlashLog, "flush"), (Catalog, "read")],
 )
 async def test_a_bug_of_the_flash_tier(
     monkeypatch: pytest.MonkeyPatch, where: type, name: str

@@ -6,8 +6,8 @@ import anyio
 import pytest
 import trio.testing
 
-from kvass.kvstore.node.handover import HOLD_OFF_S
-from kvass.kvstore.node.repair import IDLE_S
+from kvass.kvstore.node.copies.handover import HOLD_OFF_S
+from kvass.kvstore.node.copies.repair import IDLE_S
 from store_sim import pull
 from test_store_away import BLOCKS, NAMES, Stage, chains_of, stage
 

@@ -10,7 +10,7 @@ import trio.testing
 
 from kvass.common.transport.memory import Attempt, Fault
 from kvass.common.transport.route import Setting
-from kvass.kvstore.node import fills, handover, heat
+from kvass.kvstore.node.copies import fills, handover, heat
 from kvass.kvstore.placement import Placement, StoreNode
 from store_sim import LAYOUT, Cluster, at_rest, chain_of, cluster, pull, push
 

@@ -18,7 +18,7 @@ from kvass.common.checksum import sums
 from kvass.kvstore.index.index import Index, Limits
 from kvass.kvstore.index.ledger import Entry, Ledger
 from kvass.kvstore.index.puts import Move
-from kvass.kvstore.node import fills
+from kvass.kvstore.node.copies import fills
 from kvass.kvstore.node.slab import Slab
 
 Matches = Callable[[BlockHeader], bool]

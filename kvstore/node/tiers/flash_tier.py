@@ -29,9 +29,9 @@ from kvass.kvstore.flash.log import FlashLog
 from kvass.kvstore.flash.records import DropOrder
 from kvass.kvstore.flash.table import U64, Chosen, pages_in
 from kvass.kvstore.index.ledger import Entry
-from kvass.kvstore.node.rises import GET_S, LIFT_S, RISING_MAX, FlashSource, Rises
 from kvass.kvstore.node.slab import Slab
 from kvass.kvstore.node.state import NodeState
+from kvass.kvstore.node.tiers.rises import GET_S, LIFT_S, RISING_MAX, FlashSource, Rises
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ ASIDE_S = 30.0  # a full disk may be emptied meanwhile
 READ_FAULTS_MAX = 8  # in a row of looks; more is a broken disk, not a broken page
 
 
-class Tiers:
+class FlashTier:
     """Mutable fields: `_waiting` (keys that are to go down, oldest first), `_sinking` (blocks that
     are being written), `_aside_until_s`, `_writes_again_s`, `_read_faults` (seen at the last look),
     `counts`; `closed`, which the owner sets: nothing is served from flash, and nothing goes there.

@@ -23,12 +23,12 @@ from kvass.kvstore.flash.catalog import Fetched
 from kvass.kvstore.flash.disk import PAGE
 from kvass.kvstore.flash.records import DropOrder
 from kvass.kvstore.flash.table import U64, pages_in
-from kvass.kvstore.node.bucket import Bucket
-from kvass.kvstore.node.rises import GET_S, Rises
 from kvass.kvstore.node.slab import Slab
 from kvass.kvstore.node.state import NodeState
-from kvass.kvstore.node.tiers import STAGE_SHARE
-from kvass.kvstore.node.uploads import Uploads
+from kvass.kvstore.node.tiers.bucket import Bucket
+from kvass.kvstore.node.tiers.flash_tier import STAGE_SHARE
+from kvass.kvstore.node.tiers.rises import GET_S, Rises
+from kvass.kvstore.node.tiers.uploads import Uploads
 from kvass.kvstore.objects import contents
 
 _log = logging.getLogger(__name__)

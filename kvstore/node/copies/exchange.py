@@ -23,7 +23,7 @@ from kvass.common.rpc.server import Call, Handler
 from kvass.common.wire import Message
 from kvass.kvstore.erasure import Exchange, Exchanged
 from kvass.kvstore.links import NodeLink
-from kvass.kvstore.node.erase_calls import EraseCalls
+from kvass.kvstore.node.calls.erase_calls import EraseCalls
 from kvass.kvstore.node.state import NodeState, request_of
 from kvass.kvstore.placement import StoreNode
 from kvass.kvstore.router import Router

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvass.kvstore.flash.table import U64
-from kvass.kvstore.node.handover import HOLD_OFF_S, Handover
-from kvass.kvstore.node.tiers import Tiers
+from kvass.kvstore.node.copies.handover import HOLD_OFF_S, Handover
+from kvass.kvstore.node.tiers.flash_tier import FlashTier
 from kvass.kvstore.placement import Placement, StoreNode
 
 _log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Repair:
     were), `_lost` (ids), `_due_s`, and the counts of blocks `told` and `untaken`."""
 
     handover: Handover
-    tiers: Tiers | None = None
+    tiers: FlashTier | None = None
     told: int = 0
     untaken: int = 0
     _place: Placement = field(default_factory=lambda: Placement([]))
@@ -70,7 +70,7 @@ class Repair:
             if lost and self.tiers is not None and not self.handover.state.index.draining:
                 await self._repair(self.tiers, before, lost)
 
-    async def _repair(self, tiers: Tiers, before: Placement, lost: set[str]) -> None:
+    async def _repair(self, tiers: FlashTier, before: Placement, lost: set[str]) -> None:
         begun = self.told
         async for keys, _ in tiers.brought_up(lambda segments: _of(segments, before, lost)):
             await self._offer(keys)

@@ -28,9 +28,9 @@ from kvass.kvstore.erasure import Criteria, Erasure, joined, new_id, split
 from kvass.kvstore.flash.records import DropOrder
 from kvass.kvstore.flash.table import hashes_of
 from kvass.kvstore.index.heard import Heard, Kept, Saved
-from kvass.kvstore.node.bucket_tier import BucketTier
 from kvass.kvstore.node.state import NodeState, request_of
-from kvass.kvstore.node.tiers import Tiers
+from kvass.kvstore.node.tiers.bucket_tier import BucketTier
+from kvass.kvstore.node.tiers.flash_tier import FlashTier
 
 _log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class EraseCalls:
         self._state = state
         self._wall_s = wall_s
         self.heard = Heard()
-        self._tiers: Tiers | None = None
+        self._tiers: FlashTier | None = None
         self._bucket: BucketTier | None = None
         self._flash_lost = ""
         self._owed: dict[bytes, _Owed] = {}
@@ -95,7 +95,7 @@ class EraseCalls:
             "erasures_owed": len(self._owed) + self._owes_all,
         }
 
-    def use(self, tiers: Tiers) -> None:
+    def use(self, tiers: FlashTier) -> None:
         """There is a tier below: take in what an earlier life has written down beside it."""
         self._tiers = tiers
         text = tiers.noted()
@@ -306,7 +306,7 @@ class EraseCalls:
             return str(error)
         return ""
 
-    async def _erase_below(self, tiers: Tiers, owed: _Owed) -> None:
+    async def _erase_below(self, tiers: FlashTier, owed: _Owed) -> None:
         erasure = owed.kept.erasure
         if not erasure.bars:
             owed.kept.blocks += await tiers.drop(owed.order, list(owed.gone))

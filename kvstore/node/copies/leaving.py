@@ -21,7 +21,7 @@ import anyio
 import anyio.abc
 
 from kvass.kvstore.node.chores import lasting
-from kvass.kvstore.node.handover import Handover, Tally
+from kvass.kvstore.node.copies.handover import Handover, Tally
 from kvass.kvstore.node.state import NodeState
 
 _log = logging.getLogger(__name__)

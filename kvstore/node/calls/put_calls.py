@@ -22,7 +22,7 @@ from kvass.common.transport.route import Way
 from kvass.common.wire import Done, Message
 from kvass.kvstore import messages as m
 from kvass.kvstore.index.puts import Move, PutOrder
-from kvass.kvstore.node.arrivals import Arrival, Arrivals
+from kvass.kvstore.node.calls.arrivals import Arrival, Arrivals
 from kvass.kvstore.node.deliveries import Lent
 from kvass.kvstore.node.state import NodeState, chosen, ranges, request_of
 from kvass.kvstore.transfers import borrow, parts

@@ -21,10 +21,10 @@ from kvass.common.block import BlockHeader
 from kvass.common.errors import Unavailable
 from kvass.common.executor import Executor
 from kvass.kvstore.index.ledger import Entry
-from kvass.kvstore.node.bucket import TICK_S, Bucket
 from kvass.kvstore.node.slab import Slab
 from kvass.kvstore.node.state import NodeState
-from kvass.kvstore.node.tiers import ASIDE_S, WAITING_MAX
+from kvass.kvstore.node.tiers.bucket import TICK_S, Bucket
+from kvass.kvstore.node.tiers.flash_tier import ASIDE_S, WAITING_MAX
 from kvass.kvstore.objects.contents import packed, runs_of
 from kvass.kvstore.objects.names import name_of
 from kvass.kvstore.objects.shelf import Listed

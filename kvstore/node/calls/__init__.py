@@ -1,0 +1,1 @@
+"""What clients ask of a store node: gets, puts, erasures."""

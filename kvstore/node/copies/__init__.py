@@ -1,0 +1,1 @@
+"""A store node among others: copies, handover and departure, and what they tell each other."""
