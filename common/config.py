@@ -12,6 +12,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import field, fields, is_dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -226,10 +227,25 @@ def _complaint(path: Sequence[str], error: Mapping[str, Any]) -> str:
             section = getattr(section, part)
         assert is_dataclass(section)
         known = ", ".join(each.name for each in fields(section))
-        return f"no setting {name}; {'.'.join(path[:-1]) or 'the top level'} has {known}"
+        close = [each for each in _names() if each.rpartition(".")[2] == path[-1]]
+        close = close or get_close_matches(name, _names(), n=1, cutoff=0.8)
+        meant = f" (did you mean {' or '.join(close)}?)" if close else ""
+        return f"no setting {name}{meant}; {'.'.join(path[:-1]) or 'the top level'} has {known}"
+    if error["type"] == "dict_type":
+        return f"{name} is {error['input']!r}; it has a value for each name: {name}.NAME=VALUE"
     if error["type"].startswith("byte_size"):
         return f"{name} is {error['input']!r}; expected bytes, such as 1073741824 or 1GiB"
     return f"{name}: {error['msg']}"
+
+
+def _names() -> list[str]:
+    """Return every setting's name, with its section's."""
+    names: list[str] = []
+    for each in fields(Config):
+        section = getattr(Config(), each.name)
+        inner = fields(section) if is_dataclass(section) else ()
+        names += [f"{each.name}.{leaf.name}" for leaf in inner] or [each.name]
+    return names
 
 
 REPLICAS_MAX = 16  # as many as a hot segment gets

@@ -100,6 +100,11 @@ class NodeTable:
         self._ticked_s: float | None = None
         self.version = 0
 
+    @property
+    def is_linked(self) -> bool:
+        """Whether the own link to the broker is up."""
+        return self._link_up
+
     def link_up(self, now_s: float) -> None:
         """The own connection to the broker is up: all that are there will be heard of again."""
         self._link_up = True

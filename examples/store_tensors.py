@@ -6,6 +6,7 @@ import sys
 import anyio
 import torch
 
+from kvass.common.errors import KvassError
 from kvass.kvstore.client.tensors import open_store
 
 
@@ -22,6 +23,9 @@ async def main(verb: str, address: str) -> None:
             assert all(torch.equal(found[i], blocks[i]) for i in found)
 
 
-if len(sys.argv) != 3:
+if len(sys.argv) != 3 or sys.argv[1] not in ("put", "get"):
     sys.exit(__doc__)
-anyio.run(main, sys.argv[1], sys.argv[2])
+try:
+    anyio.run(main, sys.argv[1], sys.argv[2])
+except KvassError as error:
+    sys.exit(f"store_tensors: {error}")

@@ -155,7 +155,7 @@ async def _serve(
         )
         tasks.start_soon(fleet.patrol)
         tasks.start_soon(member.follow, "store", lambda peers: store.set_nodes(nodes_of(peers)))
-        app = create_app(fleet, member.registry, cluster_name=config.cluster.name, keys=keys)
+        app = create_app(fleet, member.registry, cluster=config.cluster, keys=keys)
         server = HttpServer(app, grace_s=GRACE_S)
         tasks.start_soon(server.run_on, bound)
         await server.accepting.wait()

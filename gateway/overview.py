@@ -15,6 +15,10 @@ _ABSENT: dict[Role, str] = {
     "prefill": "no prefill worker is ready: decode workers compute prompts",
     "store": "no store node is ready: only what a decode worker holds itself is reused",
 }
+_UNLINKED = (
+    "the link to the broker is down: what is known goes on, and members that come or go are not "
+    "noticed"
+)
 _LOSSES: dict[Role, str] = {
     "prefill": "others compute what it would have",
     "decode": "its answers went on at others, if there were any",
@@ -45,7 +49,13 @@ def degraded(table: NodeTable, now_s: float, wall_s: float) -> list[str]:
         f"{_LOSSES[peer.role]}"
         for peer, since_s in lost + silent
     ]
-    return [*absent, *losses, *_too_few_copies(table, now_s)]
+    unlinked = [] if table.is_linked else [_UNLINKED]
+    aside = [
+        f"store {entry.peer.member_id} goes on without its flash: see `kvass status --store`"
+        for entry in table.entries()
+        if entry.peer.role == "store" and entry.load.get("flash_off")
+    ]
+    return [*absent, *losses, *aside, *_too_few_copies(table, now_s), *unlinked]
 
 
 def _too_few_copies(table: NodeTable, now_s: float) -> list[str]:

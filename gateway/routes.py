@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from kvass.common import errors
+from kvass.common.config import DEFAULT_BROKER, ClusterConfig
 from kvass.gateway import overview, replies
 from kvass.gateway.api_keys import ApiKeys
 from kvass.gateway.exchange import Exchange
@@ -32,7 +33,11 @@ STATS_S = 1.0
 
 
 def create_app(
-    fleet: Fleet, registry: CollectorRegistry, *, cluster_name: str, keys: ApiKeys | None = None
+    fleet: Fleet,
+    registry: CollectorRegistry,
+    *,
+    cluster: ClusterConfig,
+    keys: ApiKeys | None = None,
 ) -> FastAPI:
     """Build the application over one fleet. Where there are `keys`, tenants' are asked for by what
     tenants use, and operators' by `/v1/cluster`; `/health` and `/metrics` are for probes, and open.
@@ -53,7 +58,7 @@ def create_app(
     _add_completions(app, fleet, keys)
     _add_models(app, fleet, keys)
     _add_probes(app, fleet, registry)
-    _add_cluster(app, fleet, cluster_name, keys)
+    _add_cluster(app, fleet, cluster, keys)
     return app
 
 
@@ -107,7 +112,7 @@ def _add_probes(app: FastAPI, fleet: Fleet, registry: CollectorRegistry) -> None
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
-def _add_cluster(app: FastAPI, fleet: Fleet, cluster_name: str, keys: ApiKeys) -> None:
+def _add_cluster(app: FastAPI, fleet: Fleet, ours: ClusterConfig, keys: ApiKeys) -> None:
     table = fleet.members.table
 
     @app.get("/v1/cluster")
@@ -117,7 +122,10 @@ def _add_cluster(app: FastAPI, fleet: Fleet, cluster_name: str, keys: ApiKeys) -
         return _json(
             200,
             {
-                "cluster": cluster_name,
+                "cluster": ours.name,
+                "broker": ours.broker or DEFAULT_BROKER,
+                "kv_dtype": ours.kv_dtype,
+                "weights": ours.weights,
                 "model": fleet.served.name,
                 "max_model_len": fleet.served.window,
                 # What all keys begin with; empty while no worker is ready.

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from kvass.common import errors, wire
 from kvass.common.clock import LoopClock
-from kvass.common.config import GatewayConfig
+from kvass.common.config import ClusterConfig, GatewayConfig
 from kvass.common.keys import Chain, Namespace, ranges_of
 from kvass.common.membership import ROLES, Load, NodeTable, Peer, Role
 from kvass.common.metrics import RequestMetrics
@@ -329,7 +329,7 @@ async def a_gateway(
     async with a_stage(
         decodes=decodes, prefills=prefills, choices_max=choices_max, config=config
     ) as stage:
-        app = create_app(stage.fleet, stage.registry, cluster_name="test", keys=keys)
+        app = create_app(stage.fleet, stage.registry, cluster=ClusterConfig(name="test"), keys=keys)
         stage.server = HttpServer(app, grace_s=2)
         with bind("127.0.0.1", 0) as bound:
             stage.tasks.start_soon(stage.server.run_on, bound)

@@ -72,7 +72,10 @@ def test_help_names_what_can_be_set(command: tuple[str, ...], words: tuple[str, 
     ("arguments", "words"),
     [
         (("up", "--kv-dtype", "fp4"), "cluster.kv_dtype"),
-        (("store", "--set", "store.hold=1"), "no setting store.hold; store has slab_bytes, "),
+        (
+            ("store", "--set", "store.hold=1"),
+            "no setting store.hold (did you mean store.hold_s?); store has slab_bytes, ",
+        ),
         (("store", "--slab-bytes", "much"), "store.slab_bytes is 'much'; expected bytes"),
         (("store", "--host", "203.0.113.9"), "203.0.113.9: it is no address of this host"),
         (("prefill", "--host", "203.0.113.9"), "(setting host)"),
@@ -311,7 +314,8 @@ def test_a_member_that_dies_is_told_and_the_rest_goes_on(port: int) -> None:
         up.until("kvass ready")
         members = up.members()
         members["prefill-0"].kill()
-        assert "prefill-0" in up.until("ended with signal SIGKILL")
+        told = up.until("ended with signal SIGKILL")
+        assert "prefill-0" in told and "`kvass prefill --id prefill-0 --broker 127.0.0.1:" in told
         assert sorted(up.members()) == ["decode-0", "gateway-0", "store-0"]
         up.process.send_signal(signal.SIGTERM)
         up.until("kvass: stopped")

@@ -89,6 +89,18 @@ async def test_a_drain_says_how_many_went_where(run: Callable[..., Any]) -> None
         assert words in text
 
 
+async def test_a_drain_says_how_the_process_is_stopped(run: Callable[..., Any]) -> None:
+    async with a_node([], DONE) as members:
+        code, text = await run([members[0] | {"pid": 4321}])
+    assert code == 0 and "`kill -TERM 4321` on its host (127.0.0.1:" in text
+
+
+async def test_only_store_nodes_are_drained(run: Callable[..., Any]) -> None:
+    worker = {"role": "prefill", "id": "store-0", "address": "h:1", "state": "ready", "pid": 7}
+    code, text = await run([worker])
+    assert code == 1 and "is no store node, and only those are drained. `kill -TERM 7`" in text
+
+
 async def test_a_drain_that_would_lose_blocks_says_so_and_what_may_be_done(
     run: Callable[..., Any],
 ) -> None:

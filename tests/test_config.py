@@ -49,6 +49,9 @@ def test_bare_words(override: str, read: str | None) -> None:
     [
         ("nothing", "expected section.name=value"),
         ("cluster.unknown=1", "no setting cluster.unknown; cluster has name, model, .*, broker"),
+        ("weights=int8", r"no setting weights \(did you mean cluster.weights\?\)"),
+        ("cluster.wieghts=int8", r"no setting cluster.wieghts \(did you mean cluster.weights\?\)"),
+        ("store.tenant_quotas=1", r"it has a value for each name: store.tenant_quotas.NAME=VALUE"),
         ("unknown.a=1", "no setting unknown; the top level has cluster, .*, host"),
         ("transport.transfer_timeout_s=1", "no setting transport.transfer_timeout_s"),
         ("decode.threads=-3", "decode.threads is -3; expected 0 to"),

@@ -177,6 +177,21 @@ def test_fewer_nodes_than_copies_is_degraded() -> None:
     )
 
 
+def test_a_link_that_is_down_and_a_flash_that_is_gone_are_degraded() -> None:
+    table = NodeTable(ROLES)
+    table.link_up(-60.0)
+    table.saw_presence(Peer("store", "a", "a", "h", 1, "ready", 1.0, "a:1"), 0.0)
+    table.saw_load("a", {"flash_off": 1}, 0.0)
+    said = overview.degraded(table, 0.0, 1e9)
+    assert any("store a goes on without its flash" in each for each in said)
+    assert not any("broker" in each for each in said)
+    table.saw_load("a", {"visible_blocks": 1}, 1.0)
+    table.link_down()
+    said = overview.degraded(table, 1.0, 1e9)
+    assert any("the link to the broker is down" in each for each in said)
+    assert not any("flash" in each for each in said)
+
+
 async def test_draining_lets_answers_end() -> None:
     async with a_gateway() as stage:
         gate = anyio.Event()

@@ -1,7 +1,8 @@
 """The broker inside `kvass up`: amqtt on loopback, for one machine.
 
-It keeps nothing on disk and lets anybody in: whoever can reach loopback may be a member. A cluster
-on several hosts runs a broker of its own (`--broker host:port`) with access rules of its own.
+It keeps nothing on disk and takes any connection: members listen to nobody who has not the
+cluster's secret. A cluster on several hosts runs a broker of its own (`--broker host:port`) with
+access rules of its own.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,7 @@ from kvass.common import config as configuration
 from kvass.common.config import Config
 from kvass.common.errors import Invalid, KvassError
 from kvass.common.membership import Role
+from kvass.common.native import library
 from kvass.kvstore.messages import DrainHow
 from kvass.launch.drain import drain as drain_node
 from kvass.launch.drop import chosen
@@ -52,12 +54,33 @@ from kvass.launch.up import Counts, run_up, setting
 
 app = typer.Typer(
     name="kvass",
-    help="Serve language models with prefill and decode on separate workers and the KV cache as a "
-    "shared store. Start with `kvass up`: a whole cluster on this machine.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"kvass {version('kvass')}, torch {version('torch')}, compiled {library.in_use()}")
+        raise typer.Exit
+
+
+@app.callback()
+def kvass(
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            is_eager=True,
+            callback=_show_version,
+            help="Show the versions that answers depend on.",
+        ),
+    ] = False,
+) -> None:
+    """Serve language models with prefill and decode on separate workers and the KV cache as a
+    shared store. Start with `kvass up`: a whole cluster on this machine."""
 
 
 def _overrides(settings: list[str] | None, **options: object) -> list[str]:

@@ -8,6 +8,7 @@ The drain is the node's own: this command only starts it and looks on.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import anyio
 from rich.console import Console
@@ -25,12 +26,14 @@ INTERRUPTED = 130  # as shells call what Ctrl-C ended
 
 
 class Drain:
-    """One run of the command. Mutable field: `is_told`, whether the node may know of it."""
+    """One run of the command. Mutable fields: `is_told`, whether the node may know of it, and
+    `_end`, what stops the node's process."""
 
     def __init__(self, member_id: str, how: DrainHow, console: Console) -> None:
         self._member_id = member_id
         self._how = how
         self._console = console
+        self._end = ""
         self.is_told = False
 
     async def run(self, config: Config, url: str) -> int:
@@ -42,11 +45,20 @@ class Drain:
         stores = [m for m in cluster["members"] if m.get("role") == "store" and m.get("address")]
         there = {each["id"]: each for each in stores}
         found = there.get(self._member_id)
+        other = next((m for m in cluster["members"] if m.get("id") == self._member_id), None)
+        if found is None and other is not None:
+            self._say(
+                f"{self._member_id} is no store node, and only those are drained. "
+                f"{_end_of(other)} lets it end its work, or leave it to others.",
+                "red",
+            )
+            return 1
         if found is None or found["state"] == "lost":
             names = ", ".join(sorted(n for n, m in there.items() if m["state"] != "lost"))
             why = "is lost, and cannot be told" if found else "is not known"
             self._say(f"{self._member_id!r} {why}; store nodes: {names or 'none'}.", "red")
             return 1
+        self._end = _end_of(found)
         async with operator(config, "drain") as who:
             store = who.store([found])
             try:
@@ -109,12 +121,14 @@ class Drain:
         if left:
             self._say(
                 f"{self._member_id} is drained, with a loss: {left} blocks go with it, and are "
-                "computed again when somebody asks for them. It may be stopped; until then, "
-                f"`kvass drain {self._member_id} --cancel` puts it back.",
+                f"computed again when somebody asks for them. It may be stopped: {self._end}. "
+                f"Until then, `kvass drain {self._member_id} --cancel` puts it back.",
                 "yellow",
             )
         else:
-            self._say(f"{self._member_id} is drained: others have all. It may be stopped.")
+            self._say(
+                f"{self._member_id} is drained: others have all. It may be stopped: {self._end}."
+            )
         return 0
 
     def _held(self, counts: Mapping[str, int]) -> int:
@@ -133,6 +147,11 @@ class Drain:
 
     def _say(self, text: str, style: str = "") -> None:
         self._console.print(text, style=style, highlight=False, markup=False)
+
+
+def _end_of(member: Mapping[str, Any]) -> str:
+    """Return what ends a member, where it runs."""
+    return f"`kill -TERM {member.get('pid', 'PID')}` on its host ({member.get('address', '?')})"
 
 
 def _tally(member_id: str, counts: Mapping[str, int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -45,12 +46,19 @@ def show_status(url: str, console: Console, *, as_json: bool = False) -> int:
     if as_json:
         console.print_json(data=cluster)
         return 0
+    console.print(_headline(cluster), highlight=False, markup=False)
     console.print(members_table(cluster["members"]))
     for line in [*cluster.get("degraded", []), *doubts(cluster["members"])]:
         console.print(line, style="yellow")
     if cluster.get("store"):
         console.print(store_table(cluster["store"]))
     return 0
+
+
+def _headline(cluster: Mapping[str, Any]) -> str:
+    """Return what the cluster serves, and where a member that joins finds it."""
+    told = ("model", "model"), ("weights", "weights"), ("kv_dtype", "KV"), ("broker", "broker")
+    return ", ".join(f"{name} {cluster[key]}" for key, name in told if cluster.get(key))
 
 
 def cluster_at(url: str, console: Console) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ each watches its standard input, whose other end is here.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -98,7 +99,8 @@ async def run_up(config: Config, counts: Counts, arguments: Sequence[str]) -> in
 
 
 class _Supervisor:
-    """Mutable fields: `_members`, `_exit_code`, `_serving` (cancelled when it is time to stop)."""
+    """Mutable fields: `_members`, `_broker` (its address), `_exit_code`, `_serving` (cancelled when
+    it is time to stop)."""
 
     def __init__(
         self, config: Config, output: Output, arguments: Sequence[str], started_s: float
@@ -109,6 +111,7 @@ class _Supervisor:
         self._started_s = started_s
         self._model_s = time.monotonic() - started_s
         self._members: list[MemberProcess] = []
+        self._broker = ""
         self._exit_code = 0
         self._serving = anyio.CancelScope()
 
@@ -127,6 +130,7 @@ class _Supervisor:
         return self._exit_code
 
     async def _serve(self, counts: Counts, broker: str, tasks: anyio.abc.TaskGroup) -> None:
+        self._broker = broker
         self._output.say(f"kvass: broker on {broker}")
         try:
             for role, member_id in counts.member_ids():
@@ -170,10 +174,19 @@ class _Supervisor:
         was_ready = member.ready.is_set()
         self._output.say(
             f"kvass: {member.member_id} (pid {member.process.pid}) ended with {_reason(code)}"
+            + (f"; {self._way_back(member)}" if was_ready and member.role != "gateway" else "")
         )
         if not was_ready or member.role == "gateway" or self._all_ended():
             self._exit_code = 1
             self._serving.cancel()
+
+    def _way_back(self, member: MemberProcess) -> str:
+        """Return what brings a member back; a gateway's end is this process's."""
+        options = "" if not self._arguments else f" {shlex.join(self._arguments)}"
+        return (
+            f"`kvass {member.role} --id {member.member_id} --broker {self._broker}{options}` "
+            "brings it back"
+        )
 
     def _all_ended(self) -> bool:
         return all(member.process.returncode is not None for member in self._members)
