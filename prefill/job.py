@@ -220,7 +220,7 @@ class Resolver:
                     chain, ranges_of(left), owner=job.request.job_id, deadline_s=LOOKUP_S
                 )
 
-    async def release(self, job: Job, chain: Chain) -> None:
+    async def release(self, job: Job) -> None:
         """Give up the claims of a job that ends early."""
         await self._store.release_claims(job.request.job_id)
 

@@ -118,7 +118,7 @@ class PrefillLoop:
                 ticket.failure = error
         if not ticket.run.is_over:
             with anyio.move_on_after(1.0, shield=True):
-                await self._resolver.release(job, job.table.chain)
+                await self._resolver.release(job)
         else:
             self.on_served(job)
         ticket.scope = None

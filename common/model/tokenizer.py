@@ -110,10 +110,6 @@ class Tokenizer:
         added = self._added.get(token)
         return added is not None and added.special
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
-
     def chat_text(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
     ) -> str:
