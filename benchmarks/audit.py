@@ -24,6 +24,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, get_args
@@ -246,8 +247,9 @@ def _copy(
 ) -> None:
     """Copy K of some tokens from one (layer, head, token) of the free slot to another."""
     layout, slot = work.layout, work.memory.tensor[work.blocks]
-    row = layout.head_dim * layout.code_bytes
-    places = [(layout.code_offset, row)] + [(layout.scale_offset, SCALE_BYTES)] * layout.has_scales
+    parts = range(layout.scale_parts)
+    places = [(layout.code_offset, layout.row_size)]
+    places += [(partial(layout.scale_offset, part=part), SCALE_BYTES) for part in parts]
     for offset, size in places:
         first, second = (offset(head, layer, False, at) for layer, head, at in (source, target))
         slot[second : second + tokens * size] = slot[first : first + tokens * size].clone()

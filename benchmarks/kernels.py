@@ -86,7 +86,7 @@ class Pool:
 
     def bytes_read(self, rows: int, context: int) -> int:
         """Return the bytes of codes and scales that attention reads, all layers."""
-        per_token = 2 * KV_HEADS * (DEPTH * self.layout.code_bytes + 2)
+        per_token = 2 * KV_HEADS * (self.layout.row_size + 2 * self.layout.scale_parts)
         return rows * context * per_token * LAYERS
 
     def attention(self, tables: torch.Tensor, row_table: list[int], positions: list[int]) -> Call:

@@ -68,7 +68,7 @@ def planes(block: Bytes, layout: BlockLayout) -> tuple[Bytes, Bytes]:
     codes = records[:, : layout.codes_size].reshape(-1)
     rest = records[:, layout.codes_size :].reshape(-1)
     rest = np.concatenate([rest[1::2], rest[0::2]])  # of scales, too, the high bytes first
-    if layout.code_bytes == 1:
+    if layout.kv_dtype != "bf16":
         return codes.copy(), rest
     return codes[1::2].copy(), np.concatenate([codes[0::2], rest])
 

@@ -4,8 +4,11 @@ A block is the KV of `block_tokens` consecutive tokens, all layers and KV heads,
 byte string, outermost first:
 
     [head_group][layer][K|V] record
-    record = codes [head in group][token][head_dim] ‖ scales [head][token] ‖ padding
+    record = codes [head in group][token][head_dim] ‖ scales [head][part][token] ‖ padding
 
+A row is one token's numbers of one head, and its codes are whole bytes: int4 has two numbers in a
+byte, the first one in the low half. A row has one scale, in int4 two parts for each group of 32
+numbers (of 16 where 32 does not divide head_dim): the groups' scales, then their least numbers.
 A record is padded to 64 bytes, so records and head groups start on cache lines. One head group's
 bytes are one contiguous range: every rank of a tensor-parallel degree that divides `head_groups`
 moves one range a block, whatever degree wrote it.
@@ -22,15 +25,25 @@ import msgspec
 
 from kvass.common.errors import Invalid
 
-KvDtype = Literal["fp8", "int8", "bf16"]
-KV_DTYPES: tuple[KvDtype, ...] = ("fp8", "int8", "bf16")
+KvDtype = Literal["fp8", "int8", "int4", "bf16"]
+KV_DTYPES: tuple[KvDtype, ...] = ("fp8", "int8", "int4", "bf16")
 
 LAYOUT_VERSION = 1
 HEADER_MAGIC = b"KVASSBLK"
 RECORD_ALIGN = 64  # a cache line, and the widest vector register
 SLOT_ALIGN = 64
-SCALE_BYTES = 2  # bf16, one per token and KV head
-_CODE_BYTES: dict[KvDtype, int] = {"fp8": 1, "int8": 1, "bf16": 2}
+SCALE_BYTES = 2  # bf16
+_CODE_BITS: dict[KvDtype, int] = {"fp8": 8, "int8": 8, "int4": 4, "bf16": 16}
+_GROUPS = (32, 16)  # numbers that share an int4 scale; of fewer, scales would outweigh codes
+
+
+def code_group(kv_dtype: KvDtype, head_dim: int) -> int:
+    """Return how many numbers of a row share a scale; int4 has none for some values of head_dim."""
+    if kv_dtype != "int4":
+        return head_dim
+    if head_dim % _GROUPS[-1]:
+        raise Invalid(f"kv_dtype int4 needs a head_dim that {_GROUPS[-1]} divides, not {head_dim}")
+    return next(size for size in _GROUPS if head_dim % size == 0)
 
 
 def _round_up(size: int, align: int) -> int:
@@ -62,6 +75,7 @@ class BlockLayout:
                 f"head_groups is {self.head_groups}, which does not divide the model's "
                 f"{self.kv_heads} KV heads"
             )
+        code_group(self.kv_dtype, self.head_dim)  # raises where there is none
 
     @property
     def group_heads(self) -> int:
@@ -69,23 +83,31 @@ class BlockLayout:
         return self.kv_heads // self.head_groups
 
     @property
-    def code_bytes(self) -> int:
-        """Bytes of one stored number."""
-        return _CODE_BYTES[self.kv_dtype]
+    def row_size(self) -> int:
+        """Bytes of the codes of one token and head."""
+        return self.head_dim * _CODE_BITS[self.kv_dtype] // 8
+
+    @property
+    def scale_parts(self) -> int:
+        """How many numbers in bf16 belong to the codes of one token and head."""
+        if self.kv_dtype == "bf16":
+            return 0
+        per_group = 2 if self.kv_dtype == "int4" else 1
+        return per_group * self.head_dim // code_group(self.kv_dtype, self.head_dim)
 
     @property
     def has_scales(self) -> bool:
-        return self.kv_dtype != "bf16"
+        return self.scale_parts > 0
 
     @property
     def codes_size(self) -> int:
         """Bytes of the codes of one (layer, K|V) record."""
-        return self.group_heads * self.block_tokens * self.head_dim * self.code_bytes
+        return self.group_heads * self.block_tokens * self.row_size
 
     @property
     def scales_size(self) -> int:
         """Bytes of the scales of one record; they follow the codes."""
-        return self.group_heads * self.block_tokens * SCALE_BYTES if self.has_scales else 0
+        return self.group_heads * self.block_tokens * self.scale_parts * SCALE_BYTES
 
     @property
     def record_size(self) -> int:
@@ -121,14 +143,14 @@ class BlockLayout:
         """Return where the first code of KV head `head` at `token` starts in a block."""
         group, inner = divmod(head, self.group_heads)
         row = inner * self.block_tokens + token
-        return self.record_offset(group, layer, value) + row * self.head_dim * self.code_bytes
+        return self.record_offset(group, layer, value) + row * self.row_size
 
-    def scale_offset(self, head: int, layer: int, value: bool, token: int) -> int:
-        """Return where the scale of (head, token) starts in a block; formats with scales only."""
-        assert self.has_scales
+    def scale_offset(self, head: int, layer: int, value: bool, token: int, part: int = 0) -> int:
+        """Return where one part of the scales of (head, token) starts in a block."""
+        assert 0 <= part < self.scale_parts, part
         group, inner = divmod(head, self.group_heads)
-        row = inner * self.block_tokens + token
-        return self.record_offset(group, layer, value) + self.codes_size + row * SCALE_BYTES
+        place = (inner * self.scale_parts + part) * self.block_tokens + token
+        return self.record_offset(group, layer, value) + self.codes_size + place * SCALE_BYTES
 
     def rank_groups(self, rank: int, degree: int) -> range:
         """Return the head groups that rank `rank` of a tensor-parallel `degree` reads and writes.

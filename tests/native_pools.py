@@ -10,6 +10,7 @@ import torch
 from kvass.common.block import BlockLayout
 from kvass.common.kernels.formats import CODE_DTYPES, decode
 from kvass.common.kernels.native_paged import NativePagedKv
+from kvass.common.kernels.numerics import ROTATED
 from kvass.common.pool.memory import SlotMemory
 
 SPARE = 3  # slots that nobody owns
@@ -71,13 +72,18 @@ class NativePool:
         for value in (False, True):
             heads = []
             for head in range(layout.kv_heads):
-                width = layout.head_dim * layout.code_bytes
+                width = layout.row_size
                 first = layout.code_offset(head, layer, value, 0)
                 codes = raw.gather(1, (first + tokens * width)[:, None] + torch.arange(width))
                 scales = None
                 if layout.has_scales:
-                    at = layout.scale_offset(head, layer, value, 0) + 2 * tokens
-                    scales = raw.gather(1, at[:, None] + torch.arange(2)).view(torch.bfloat16)[:, 0]
+                    parts = [
+                        layout.scale_offset(head, layer, value, 0, part)
+                        for part in range(layout.scale_parts)
+                    ]
+                    at = torch.tensor(parts) + 2 * tokens[:, None]
+                    scales = raw.gather(1, torch.stack([at, at + 1], -1).flatten(1))
+                    scales = scales.view(torch.bfloat16)
                 heads.append(decode(codes.view(CODE_DTYPES[layout.kv_dtype]), scales))
             found.append(torch.stack(heads, 1).double())
         return found[0], found[1]
@@ -123,10 +129,10 @@ def exact_attention(
         keys, values = (
             each[first : position + 1].repeat_interleave(share, 1) for each in stored[sequence]
         )
-        turned = q if layout.kv_dtype == "bf16" else q @ rotation
+        turned = q @ rotation if "k" in ROTATED[layout.kv_dtype] else q
         scores = torch.einsum("qd,tqd->qt", turned, keys) / math.sqrt(layout.head_dim)
         if soft_cap:
             scores = soft_cap * torch.tanh(scores / soft_cap)
         out = torch.einsum("qt,tqd->qd", scores.softmax(-1), values)
-        outputs.append(out @ rotation if layout.kv_dtype == "int8" else out)
+        outputs.append(out @ rotation if "v" in ROTATED[layout.kv_dtype] else out)
     return torch.stack(outputs)

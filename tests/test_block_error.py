@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvass.common.block import BlockLayout, KvDtype
+from kvass.common.block import KV_DTYPES, BlockLayout, KvDtype
 from kvass.common.model.block_error import block_error, digest
 from kvass.common.pool.memory import SlotMemory
 
@@ -23,12 +23,17 @@ def memory_of(kv_dtype: KvDtype) -> tuple[SlotMemory, BlockLayout]:
                 if layout.has_scales:
                     end = start + layout.codes_size
                     scales = memory.tensor[slot, end : end + layout.scales_size]
-                    scales.view(torch.bfloat16).fill_(0.01)
+                    # Of int4 the second half are the least numbers.
+                    parts = scales.view(torch.bfloat16).view(2, layout.scale_parts, -1)
+                    parts.fill_(0.01)
+                    parts[:, max(1, layout.scale_parts // 2) :] = -0.075
     return memory, layout
 
 
 def _codes(kv_dtype: KvDtype, size: int, generator: torch.Generator) -> torch.Tensor:
     count = size // 2 if kv_dtype == "bf16" else size
+    if kv_dtype == "int4":
+        return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
     normal = torch.randn(count, generator=generator)
     if kv_dtype == "bf16":
         return normal.to(torch.bfloat16).view(torch.uint8)
@@ -37,7 +42,7 @@ def _codes(kv_dtype: KvDtype, size: int, generator: torch.Generator) -> torch.Te
     return (normal * 100).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
-@pytest.mark.parametrize("kv_dtype", ["fp8", "int8", "bf16"])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_what_is_equal_is_and_another_block_is_far_off(kv_dtype: KvDtype) -> None:
     memory, layout = memory_of(kv_dtype)
     memory.tensor[1] = memory.tensor[0]
@@ -46,7 +51,7 @@ def test_what_is_equal_is_and_another_block_is_far_off(kv_dtype: KvDtype) -> Non
     assert block_error(memory, layout, 0, 2) > 2
 
 
-@pytest.mark.parametrize("kv_dtype", ["fp8", "int8", "bf16"])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_codes_that_round_the_other_way_are_within_the_bound(kv_dtype: KvDtype) -> None:
     memory, layout = memory_of(kv_dtype)
     memory.tensor[1] = memory.tensor[0]
@@ -65,7 +70,7 @@ def test_codes_that_round_the_other_way_are_within_the_bound(kv_dtype: KvDtype) 
     assert 0 < block_error(memory, layout, 0, 1) <= 1
 
 
-@pytest.mark.parametrize("kv_dtype", ["fp8", "int8", "bf16"])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("value", [False, True])
 def test_one_head_of_one_layer_that_is_another_is_out_of_it(kv_dtype: KvDtype, value: bool) -> None:
     memory, layout = memory_of(kv_dtype)
@@ -75,12 +80,11 @@ def test_one_head_of_one_layer_that_is_another_is_out_of_it(kv_dtype: KvDtype, v
     assert block_error(memory, layout, 0, 1) > 2
 
 
-@pytest.mark.parametrize("kv_dtype", ["fp8", "int8", "bf16"])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("head_groups", [1, 2])
 def test_any_one_bit_is_an_error_and_padding_is_none(kv_dtype: KvDtype, head_groups: int) -> None:
-    layout = BlockLayout(
-        layers=1, kv_heads=2, head_dim=8, block_tokens=3, kv_dtype=kv_dtype, head_groups=head_groups
-    )
+    depth = 16 if kv_dtype == "int4" else 8
+    layout = BlockLayout(1, 2, depth, 3, kv_dtype, head_groups)
     memory = SlotMemory(layout, 2)
     meant = set()
     for group in range(head_groups):

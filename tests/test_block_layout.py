@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvass.common import keys
-from kvass.common.block import KV_DTYPES, BlockHeader, BlockLayout
+from kvass.common.block import KV_DTYPES, BlockHeader, BlockLayout, code_group
 from kvass.common.errors import Incompatible, Invalid
 from vectors.generate import block_vectors, key_vectors
 
@@ -27,13 +27,14 @@ VECTORS = Path(__file__).parent / "vectors"
 
 @st.composite
 def layouts(draw: st.DrawFn) -> BlockLayout:
-    groups = draw(st.integers(1, 4))
+    groups, kv_dtype = draw(st.integers(1, 4)), draw(st.sampled_from(KV_DTYPES))
+    depths = [16, 48, 64, 80] if kv_dtype == "int4" else [8, 20, 64, 80]
     return BlockLayout(
         layers=draw(st.integers(1, 3)),
         kv_heads=groups * draw(st.integers(1, 3)),
-        head_dim=draw(st.sampled_from([8, 20, 64, 80])),
+        head_dim=draw(st.sampled_from(depths)),
         block_tokens=draw(st.integers(1, 20)),
-        kv_dtype=draw(st.sampled_from(KV_DTYPES)),
+        kv_dtype=kv_dtype,
         head_groups=groups,
     )
 
@@ -42,14 +43,14 @@ def layouts(draw: st.DrawFn) -> BlockLayout:
 @settings(max_examples=60, deadline=None)
 def test_every_row_and_scale_has_its_own_bytes(layout: BlockLayout) -> None:
     taken = bytearray(layout.block_size)
-    row = layout.head_dim * layout.code_bytes
+    parts = range(layout.scale_parts)
     for layer in range(layout.layers):
         for value in (False, True):
             for head in range(layout.kv_heads):
                 for token in range(layout.block_tokens):
-                    spans = [(layout.code_offset(head, layer, value, token), row)]
-                    if layout.has_scales:
-                        spans.append((layout.scale_offset(head, layer, value, token), 2))
+                    spans = [(layout.code_offset(head, layer, value, token), layout.row_size)]
+                    at = [layout.scale_offset(head, layer, value, token, part) for part in parts]
+                    spans += [(each, 2) for each in at]
                     for start, size in spans:
                         assert taken[start : start + size] == bytes(size)
                         taken[start : start + size] = b"\1" * size
@@ -94,8 +95,21 @@ def test_impossible_layouts_are_refused_by_name() -> None:
         BlockLayout(1, 3, 64, 16, "fp8", 2)
     with pytest.raises(Invalid, match="at least 1"):
         BlockLayout(0, 3, 64, 16, "fp8")
-    with pytest.raises(Invalid, match="int4"):
-        BlockLayout(1, 3, 64, 16, "int4")  # type: ignore[arg-type]
+    with pytest.raises(Invalid, match="int3"):
+        BlockLayout(1, 3, 64, 16, "int3")  # type: ignore[arg-type]
+    with pytest.raises(Invalid, match="16 divides, not 72"):
+        BlockLayout(1, 3, 72, 16, "int4")
+
+
+@pytest.mark.parametrize(
+    ("depth", "group", "parts"), [(64, 32, 4), (80, 16, 10), (96, 32, 6), (128, 32, 8), (16, 16, 2)]
+)
+def test_int4_scales_groups_of_32_and_of_16_where_32_does_not_divide(
+    depth: int, group: int, parts: int
+) -> None:
+    layout = BlockLayout(1, 1, depth, 16, "int4")
+    assert code_group("int4", depth) == group
+    assert (layout.row_size, layout.scale_parts) == (depth // 2, parts)
 
 
 def test_published_block_vectors() -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvass.common.block import KV_DTYPES, KvDtype
+from kvass.common.block import KV_DTYPES, KvDtype, code_group
 from kvass.common.kernels.formats import CODE_DTYPES, decode, decode_into, encode
 from kvass.common.kernels.rotation import ROW_TILE, hadamard, multiply_rows
 
@@ -41,7 +41,7 @@ def test_codes_are_the_nearest_by_the_stored_scale(seed: int, kv_dtype: KvDtype)
     assert scales is not None and scales.dtype == torch.bfloat16
     assert codes.dtype == CODE_DTYPES[kv_dtype]
     values = table(kv_dtype)
-    ratios = rows.double() / scales.double().unsqueeze(-1)
+    ratios = rows.double() / scales.double()
     best = (ratios.unsqueeze(-1) - values).abs().amin(-1)
     got = (ratios - codes.to(torch.float64)).abs()
     # The quotient is rounded to float32 first, so a tie may be decided by that.
@@ -49,7 +49,61 @@ def test_codes_are_the_nearest_by_the_stored_scale(seed: int, kv_dtype: KvDtype)
     largest = rows.abs().amax(-1)
     expected = (largest / values[-1].item()).to(torch.bfloat16)
     expected[largest == 0] = 1
-    assert torch.equal(scales, expected)
+    assert torch.equal(scales[:, 0], expected)
+
+
+def unpacked(codes: torch.Tensor) -> torch.Tensor:
+    """Return int4 codes one by one, from the definition: the first of two in the low half."""
+    return torch.stack([codes % 16, codes // 16], -1).flatten(-2)
+
+
+@given(st.integers(0, 2**31), st.sampled_from([16, 32, 64, 80, 96]))
+@settings(max_examples=60, deadline=None)
+def test_int4_codes_are_the_nearest_by_the_stored_scale_and_least(seed: int, depth: int) -> None:
+    rows = random_rows(seed, 5, depth)
+    rows[(seed + 1) % 5] += 100 * rows.abs().max()  # far from zero: all share some digits
+    codes, scales = encode(rows, "int4")
+    group = code_group("int4", depth)
+    assert scales is not None and scales.dtype == torch.bfloat16
+    assert codes.dtype == torch.uint8 and codes.shape == (5, depth // 2)
+    assert scales.shape == (5, 2 * depth // group)
+    scale, least = scales.double().chunk(2, dim=-1)
+    groups = rows.view(5, -1, group)
+    assert torch.equal(least, (groups.amin(-1) + 0.0).to(torch.bfloat16).double())
+    spread = groups.amax(-1) - least.float()
+    wanted = (spread / 15).to(torch.bfloat16)
+    assert torch.equal(scale, torch.where(wanted > 0, wanted, 1).double())
+    ratios = (groups.double() - least[..., None]) / scale[..., None]
+    best = (ratios[..., None] - torch.arange(16)).abs().amin(-1)
+    got = (ratios - unpacked(codes).view(5, -1, group)).abs()
+    assert torch.all(got <= best + ratios.abs() * 2**-22)
+    values = unpacked(codes).view(5, -1, group) * scale[..., None] + least[..., None]
+    assert torch.equal(decode(codes, scales), values.float().view(5, depth))
+
+
+@given(st.integers(0, 2**31), st.sampled_from([16, 64, 80]))
+@settings(max_examples=40, deadline=None)
+def test_every_int4_code_is_decoded_alike_from_any_strides(seed: int, depth: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (3, 4, depth // 2), dtype=torch.uint8, generator=generator)
+    scales = torch.randn(3, 4, 2 * depth // code_group("int4", depth), generator=generator)
+    scales = scales.to(torch.bfloat16)
+    out, scratch = torch.empty(4, 3, depth), torch.empty(4, 3, depth, dtype=torch.int16)
+    decode_into(out, codes.transpose(0, 1), scales.transpose(0, 1).float().clone(), scratch)
+    assert torch.equal(out, decode(codes, scales).transpose(0, 1))
+
+
+def test_int4_of_equal_tiny_and_large_numbers() -> None:
+    rows = torch.zeros(4, 32)
+    rows[1] = 3.7
+    rows[2] = 1e-44
+    rows[3, 0] = -1e38
+    codes, scales = encode(rows, "int4")
+    assert scales is not None
+    assert scales[:3, 0].tolist() == [1, 1, 1] and not codes[:3].any()
+    values = decode(codes, scales)
+    assert torch.equal(values[1], rows[1].to(torch.bfloat16).float())
+    assert torch.equal(values[0], rows[0]) and bool(torch.isfinite(values).all())
 
 
 @pytest.mark.parametrize("kv_dtype", SCALED)
@@ -61,7 +115,7 @@ def test_zero_and_tiny_rows_have_scale_one_and_large_ones_saturate(kv_dtype: KvD
     codes, scales = encode(rows, kv_dtype)
     assert scales is not None
     values = decode(codes, scales)
-    assert scales[:2].tolist() == [1, 1] and torch.equal(values[:2], torch.zeros(2, 8))
+    assert scales[:2].tolist() == [[1], [1]] and torch.equal(values[:2], torch.zeros(2, 8))
     assert codes[2, :2].to(torch.float32).tolist() == [table(kv_dtype)[-1], -table(kv_dtype)[-1]]
     assert bool(torch.isfinite(values).all())
 
@@ -69,6 +123,8 @@ def test_zero_and_tiny_rows_have_scale_one_and_large_ones_saturate(kv_dtype: KvD
 def test_ties_go_to_even() -> None:
     rows = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5]])
     assert encode(rows, "int8")[0].tolist() == [[127, 0, 2, 2, 0, -2]]
+    rows = torch.tensor([[0.0, 15, 0.5, 1.5, 2.5, 14.5] + 10 * [4.0]])
+    assert unpacked(encode(rows, "int4")[0])[0, :6].tolist() == [0, 15, 0, 2, 2, 14]
     rows = torch.tensor([[448.0, 17.0, 19.0, 21.0, -17.0, -19.0]])  # e4m3 steps by 2 from 16 to 32
     assert encode(rows, "fp8")[0].to(torch.float32).tolist() == [[448, 16, 20, 20, -16, -20]]
 
@@ -78,7 +134,7 @@ def test_ties_go_to_even() -> None:
 def test_a_row_has_the_same_codes_alone(
     seed: int, kv_dtype: KvDtype, count: int, first: int
 ) -> None:
-    rows = random_rows(seed, 12, 20)
+    rows = random_rows(seed, 12, 48)
     codes, scales = encode(rows, kv_dtype)
     part = slice(first, first + count)
     few, few_scales = encode(rows[part], kv_dtype)
@@ -90,10 +146,11 @@ def test_a_row_has_the_same_codes_alone(
 
 def test_every_code_is_decoded_exactly() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(8, 32)
-    scales = torch.tensor([2.0**-40, 0.013, 0.75, 1, 1.5, 3, 1000, 2.0**40]).to(torch.bfloat16)
+    sizes = torch.tensor([2.0**-40, 0.013, 0.75, 1, 1.5, 3, 1000, 2.0**40])
+    scales = sizes.to(torch.bfloat16)[:, None]
     for kv_dtype in SCALED:
         stored = codes.view(CODE_DTYPES[kv_dtype])
-        expected = stored.to(torch.float64) * scales.to(torch.float64).unsqueeze(-1)
+        expected = stored.to(torch.float64) * scales.to(torch.float64)
         finite = torch.isfinite(expected)
         out, scratch = torch.empty(8, 32), torch.empty(8, 32, dtype=torch.int16)
         decode_into(out, stored, scales.to(torch.float32), scratch)
@@ -106,7 +163,7 @@ def test_decoding_reads_any_strides() -> None:
     codes, scales = encode(torch.randn(4, 6, 16), "fp8")
     assert scales is not None
     out, scratch = torch.empty(6, 4, 16), torch.empty(6, 4, 16, dtype=torch.int16)
-    decode_into(out, codes.transpose(0, 1), scales.t().to(torch.float32).clone(), scratch)
+    decode_into(out, codes.transpose(0, 1), scales.transpose(0, 1).float().clone(), scratch)
     assert torch.equal(out, decode(codes, scales).transpose(0, 1))
 
 
@@ -151,7 +208,7 @@ def test_scores_survive_the_rotation() -> None:
     assert torch.allclose(rotated, q @ k.t(), atol=1e-4)
 
 
-@pytest.mark.parametrize("kv_dtype", SCALED)
+@pytest.mark.parametrize("kv_dtype", ["fp8", "int8", "int4"])
 def test_rotation_lowers_the_error_of_scores_where_channels_are_outliers(kv_dtype: KvDtype) -> None:
     """As in trained models, q and K share a few large channels, and K's hardly vary.
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvass.common.block import KV_DTYPES, BlockLayout, KvDtype
 from kvass.common.errors import Invalid
 from kvass.common.kernels.formats import CODE_DTYPES, decode
+from kvass.common.kernels.numerics import ROTATED
 from kvass.common.kernels.rotation import hadamard, multiply_rows
 from kvass.common.kernels.seam import PagedKv
 from kvass.common.kernels.torch_paged import Step, TorchPagedKv
@@ -89,13 +90,14 @@ def stored_rows(
             token = position % layout.block_tokens
             for head in range(layout.kv_heads):
                 start = layout.code_offset(head, layer, value, token)
-                codes = block[start : start + layout.head_dim * layout.code_bytes]
+                codes = block[start : start + layout.row_size]
                 scale = None
                 if layout.has_scales:
-                    at = layout.scale_offset(head, layer, value, token)
-                    scale = block[at : at + 2].view(torch.bfloat16)[0]
+                    parts = range(layout.scale_parts)
+                    at = [layout.scale_offset(head, layer, value, token, part) for part in parts]
+                    scale = torch.cat([block[each : each + 2] for each in at]).view(torch.bfloat16)
                 rows[position, head] = decode(codes.view(CODE_DTYPES[layout.kv_dtype]), scale)
-        rotated = layout.kv_dtype == "int8" or (layout.kv_dtype == "fp8" and not value)
+        rotated = ("v" if value else "k") in ROTATED[layout.kv_dtype]
         found.append(multiply_rows(rows, rotation) if rotated else rows)
     return found[0], found[1]
 
@@ -109,7 +111,7 @@ def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int) 
     return torch.einsum("qt,tqd->qd", scores.softmax(-1), values)
 
 
-TOLERANCE: dict[KvDtype, float] = {"bf16": 4e-3, "int8": 1.5e-2, "fp8": 6e-2}
+TOLERANCE: dict[KvDtype, float] = {"bf16": 4e-3, "int8": 1.5e-2, "int4": 0.15, "fp8": 6e-2}
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
@@ -258,11 +260,11 @@ def test_rows_of_a_step_may_repeat_and_come_in_any_order() -> None:
 
 def test_append_touches_no_byte_of_other_tokens() -> None:
     for kv_dtype in KV_DTYPES:
-        layout = BlockLayout(2, 2, 20, 6, kv_dtype, 2)
+        layout = BlockLayout(2, 2, 16 if kv_dtype == "int4" else 20, 6, kv_dtype, 2)
         memory = SlotMemory(layout, 4)
         memory.array.fill(0xA5)
         kv = TorchPagedKv(memory, layout, 2)
-        rows = torch.randn(2, 2, 20) + 9
+        rows = torch.randn(2, 2, layout.head_dim) + 9
         kv.append(1, rows, -rows, torch.tensor([3, 1]), torch.tensor([5, 0]))
         changed = memory.tensor != 0xA5
         allowed = torch.zeros_like(changed)
@@ -270,9 +272,9 @@ def test_append_touches_no_byte_of_other_tokens() -> None:
             for value in (False, True):
                 for head in range(2):
                     at = layout.code_offset(head, 1, value, token)
-                    allowed[slot, at : at + 20 * layout.code_bytes] = True
-                    if layout.has_scales:
-                        at = layout.scale_offset(head, 1, value, token)
+                    allowed[slot, at : at + layout.row_size] = True
+                    for part in range(layout.scale_parts):
+                        at = layout.scale_offset(head, 1, value, token, part)
                         allowed[slot, at : at + 2] = True
         assert not bool((changed & ~allowed).any())
         assert int((changed & allowed).sum()) > int(allowed.sum()) * 0.9

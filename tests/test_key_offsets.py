@@ -26,7 +26,7 @@ from kvass.common.pool.memory import SlotMemory
 from test_known_answer import Worker, model_dir
 
 __all__ = ["model_dir"]
-SCALED: tuple[KvDtype, ...] = ("fp8", "int8")
+SCALED: tuple[KvDtype, ...] = ("fp8", "int8", "int4")
 IMPLEMENTATIONS = [None, *library.levels()]  # torch's, then the compiled one's levels
 COUNT, HEADS, DEPTH = 45, 2, 64
 

@@ -50,7 +50,7 @@ def test_the_spec_is_the_models_own(directory: Path) -> None:
     assert (spec.bos_token_id, spec.eos_token_ids) == (1, (2,))
 
 
-@pytest.mark.parametrize("kv_dtype", ["bf16", "fp8", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["bf16", "fp8", "int8", "int4"])
 def test_it_knows_the_capital_of_france(model: Model, tokenizer: Tokenizer, kv_dtype: Any) -> None:
     question = "What is the capital of France, and why is it famous?"
     ids = tokenizer.render_chat([{"role": "user", "content": question}])

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from kvass.common.block import KV_DTYPES, BlockLayout
 from kvass.common.errors import Invalid
+from kvass.common.kernels.numerics import ROTATED
 from kvass.common.kernels.turn import Turn
 from kvass.common.native import library
 from kvass.common.pool.memory import SlotMemory
@@ -33,7 +34,7 @@ _LANES = 16
 _HEAD_MAX = 256
 _QUERIES_MAX = 192
 _NUMBERS_MAX = 24_576
-_FORMATS = {"fp8": 0, "int8": 1, "bf16": 2}
+_FORMATS = {"fp8": 0, "int8": 1, "bf16": 2, "int4": 3}
 _DTYPES = (torch.float32, torch.bfloat16)
 
 _I64 = ctypes.c_int64
@@ -48,6 +49,8 @@ class _Pool(ctypes.Structure):
         ("layer_size", _I64),
         ("record_size", _I64),
         ("codes_size", _I64),
+        ("row_size", _I64),
+        ("scale_parts", _I64),
         ("block_tokens", _I64),
         ("head_dim", _I64),
         ("kv_heads", _I64),
@@ -161,6 +164,8 @@ class NativePagedKv:
             layer_size=layout.layer_size,
             record_size=layout.record_size,
             codes_size=layout.codes_size,
+            row_size=layout.row_size,
+            scale_parts=layout.scale_parts,
             block_tokens=layout.block_tokens,
             head_dim=layout.head_dim,
             kv_heads=layout.kv_heads,
@@ -168,8 +173,8 @@ class NativePagedKv:
             query_heads=query_heads,
             format=_FORMATS[layout.kv_dtype],
             rotation=layout.head_dim & -layout.head_dim,
-            key_rotated=layout.kv_dtype != "bf16",
-            value_rotated=layout.kv_dtype == "int8",
+            key_rotated="k" in ROTATED[layout.kv_dtype],
+            value_rotated="v" in ROTATED[layout.kv_dtype],
             window=window,
             soft_cap=soft_cap,
             key_offsets=None if key_offsets is None else key_offsets.data_ptr(),

@@ -8,8 +8,14 @@ from __future__ import annotations
 
 from typing import Literal
 
+from kvass.common.block import KvDtype
+
 # Bump it whenever an implementation changes a bit of what is stored.
 NUMERICS = "paged-2"
+
+# Which of K and V are stored rotated by the Hadamard matrix (`rotation.py`): both in the integer
+# formats, whose error is that of the greatest number.
+ROTATED: dict[KvDtype, str] = {"fp8": "k", "int8": "kv", "int4": "kv", "bf16": ""}
 
 # What bf16 weights are executed as (`weight_formats.py`), and its name in the namespace: all that
 # changes a value.

@@ -31,8 +31,9 @@ class ChunkWork:
         words = (items * shape.tile_blocks, layout.head_groups, layout.layer_size // 8)
         self._raw = scratch.take("raw", words, torch.int64)
         self._codes, self._stored_scales = split_records(self._raw, layout, items)
-        self._decoded = scratch.take("decoded", tuple(self._codes.shape))
-        self._halves = scratch.take("halves", tuple(self._codes.shape), torch.int16)
+        size = (*self._codes.shape[:-1], layout.head_dim)
+        self._decoded = scratch.take("decoded", size)
+        self._halves = scratch.take("halves", size, torch.int16)
         self._scales: torch.Tensor | None = None
         # What is ANDed with 0 where nothing is stored: the bits of scales, or of values without
         # them.
@@ -48,11 +49,11 @@ class ChunkWork:
         self._hidden = self._scores.view(items, heads, group.rows, tile)[first:]
         self._chances = scratch.take("chances", (batch, group.rows, tile))
         part = slice(chunk.start, chunk.start + items)
-        size = (group.items, heads, group.rows)
-        outputs = scratch.take("outputs", (*size, shape.head_dim))[part]
+        results = (group.items, heads, group.rows)
+        outputs = scratch.take("outputs", (*results, shape.head_dim))[part]
         self._outputs = outputs.view(batch, group.rows, -1)
-        self._tops = scratch.take("tops", size)[part].view(batch, group.rows)
-        self._peaks = scratch.take("peaks", size)[part].view(batch, group.rows)
+        self._tops = scratch.take("tops", results)[part].view(batch, group.rows)
+        self._peaks = scratch.take("peaks", results)[part].view(batch, group.rows)
 
     def run(self, whole: torch.Tensor, queries: torch.Tensor, contents: Contents) -> None:
         """Attend to one key tile an item: a softmax within the tile; `GroupWork` joins tiles."""

@@ -20,6 +20,7 @@ import torch
 from kvass.common.block import SCALE_BYTES, BlockLayout
 from kvass.common.errors import Invalid
 from kvass.common.kernels.formats import encode
+from kvass.common.kernels.numerics import ROTATED
 from kvass.common.kernels.rotation import hadamard, multiply_rows
 from kvass.common.kernels.torch_attention import GroupWork
 from kvass.common.kernels.torch_plan import (
@@ -94,10 +95,9 @@ class TorchPagedKv:
         self._records = [records_of(memory.tensor, layout, layer) for layer in range(layout.layers)]
         self._scratch = Scratch()
         self._last: Step | None = None
-        # bf16 is stored as it is; V is rotated in the integer formats only.
-        rotation = hadamard(layout.head_dim)
-        self._rotate_k = rotation if layout.kv_dtype != "bf16" else None
-        self._rotate_v = rotation if layout.kv_dtype == "int8" else None
+        rotation, rotated = hadamard(layout.head_dim), ROTATED[layout.kv_dtype]
+        self._rotate_k = rotation if "k" in rotated else None
+        self._rotate_v = rotation if "v" in rotated else None
         self._query_factor = 1 / math.sqrt(layout.head_dim)
         self._rotate_q = rotation * self._query_factor
 
@@ -140,7 +140,9 @@ class TorchPagedKv:
         records.codes.index_put_((slots, offsets), words.transpose(1, 2))
         if scales is not None:
             assert records.scales is not None
-            records.scales.index_put_((slots, offsets), scales.view(split).transpose(1, 2))
+            records.scales.index_put_(
+                (slots, offsets), scales.view(*split, layout.scale_parts).transpose(1, 2)
+            )
 
     def attend(
         self, layer: int, q: torch.Tensor, plan: Step, turn: Turn | None = None

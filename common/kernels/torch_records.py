@@ -22,7 +22,7 @@ class Records:
     """Views of one layer's records in a pool.
 
     `whole` int64 [slots, G, words of K's and V's records]; `codes` [slots, tokens, G, 2, heads,
-    words of a row] of `word` dtype; `scales` bf16 [slots, tokens, G, 2, heads], None for bf16.
+    words of a row] of `word` dtype; `scales` bf16 [slots, tokens, G, 2, heads, parts], or None.
     """
 
     whole: torch.Tensor
@@ -36,7 +36,7 @@ def records_of(pool: torch.Tensor, layout: BlockLayout, layer: int) -> Records:
     flat = pool.view(-1)
     start = layout.record_offset(0, layer, False)
     slots, groups = pool.shape[0], layout.head_groups
-    row = layout.head_dim * layout.code_bytes
+    row, parts = layout.row_size, layout.scale_parts
     width = next(width for width in _WORDS if row % width == 0)
     size = (slots, groups, 2, layout.group_heads, layout.block_tokens)
     outer = (layout.block_size, layout.group_size, layout.record_size)
@@ -45,9 +45,10 @@ def records_of(pool: torch.Tensor, layout: BlockLayout, layer: int) -> Records:
     )
     scales = None
     if layout.has_scales:
-        strides = (*outer, layout.block_tokens * SCALE_BYTES)
-        scales = _view(flat, torch.bfloat16, size, strides, start + layout.codes_size)
-        scales = scales.permute(0, 4, 1, 2, 3)
+        step = layout.block_tokens * SCALE_BYTES
+        sizes, strides = (*size[:-1], parts, size[-1]), (*outer, parts * step, step)
+        scales = _view(flat, torch.bfloat16, sizes, strides, start + layout.codes_size)
+        scales = scales.permute(0, 5, 1, 2, 3, 4)
     whole = _view(flat, torch.int64, (slots, groups, layout.layer_size // 8), outer[:2], start)
     return Records(whole, codes.permute(0, 4, 1, 2, 3, 5), _WORDS[width], scales)
 
@@ -71,19 +72,21 @@ def split_records(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """View gathered records, int64 [items * blocks, G, words], as codes and scales.
 
-    Codes [2, items, G, heads, blocks, tokens, D] (K first) and scales, the same without D.
+    Codes [2, items, G, heads, blocks, tokens, codes of a row] (K first) and scales, with parts in
+    place of codes.
     """
     blocks = raw.shape[0] // items
     records = raw.view(torch.uint8).view(items, blocks, layout.head_groups, 2, layout.record_size)
     lead = records.shape[:-1]
     rows = (layout.group_heads, layout.block_tokens)
     codes = records[..., : layout.codes_size].view(CODE_DTYPES[layout.kv_dtype])
-    codes = codes.view(*lead, *rows, layout.head_dim).permute(3, 0, 2, 4, 1, 5, 6)
+    codes = codes.view(*lead, *rows, -1).permute(3, 0, 2, 4, 1, 5, 6)
     if not layout.has_scales:
         return codes, None
     stop = layout.codes_size + layout.scales_size
     scales = records[..., layout.codes_size : stop].view(torch.bfloat16)
-    return codes, scales.view(*lead, *rows).permute(3, 0, 2, 4, 1, 5)
+    scales = scales.view(*lead, rows[0], layout.scale_parts, rows[1])
+    return codes, scales.permute(3, 0, 2, 4, 1, 6, 5)
 
 
 class Scratch:

@@ -21,6 +21,7 @@ from kvass.common.pool.memory import SlotMemory
 BOUNDS: dict[KvDtype, tuple[float, float]] = {
     "fp8": (0.16, 0.34),
     "int8": (0.06, 0.12),
+    "int4": (0.5, 0.7),
     "bf16": (0.04, 0.07),
 }
 

@@ -17,18 +17,16 @@ from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
 
-from kvass.common.block import BlockLayout, KvDtype
+from kvass.common.block import BlockLayout
 from kvass.common.config import ClusterConfig
 from kvass.common.errors import Invalid
-from kvass.common.kernels.numerics import NUMERICS, WEIGHTS
+from kvass.common.kernels.numerics import NUMERICS, ROTATED, WEIGHTS
 from kvass.common.keys import KEY_BYTES, Canonical, Namespace, namespace_of
 from kvass.common.model.checkpoint import weights_digest
 from kvass.common.model.spec import ModelSpec
 
 # What is computed in; `weights` says what a weight's values are, whatever the checkpoint holds.
 EXECUTED_DTYPE = "bf16"
-# Which of K and V are stored rotated by the Hadamard matrix (`kernels/rotation.py`).
-_ROTATION: dict[KvDtype, str] = {"fp8": "hadamard k", "int8": "hadamard k v", "bf16": "none"}
 
 
 def layout_of(spec: ModelSpec, cluster: ClusterConfig) -> BlockLayout:
@@ -94,9 +92,10 @@ def namespace_in(fields: Mapping[str, str | int]) -> Namespace | None:
 
 def _identity(model_dir: Path, spec: ModelSpec, cluster: ClusterConfig) -> dict[str, str | int]:
     """Everything that changes a bit of stored KV, each under a name of its own."""
+    rotated = ROTATED[cluster.kv_dtype]
     return {
         **layout_of(spec, cluster).identity(),
-        "kv_rotation": _ROTATION[cluster.kv_dtype],
+        "kv_rotation": " ".join(("hadamard", *rotated)) if rotated else "none",
         "model_adapter": "none",
         "model_architecture": spec.architecture,
         "model_attention": f"{spec.heads} heads on {spec.kv_heads}, scale 1/sqrt({spec.head_dim})",

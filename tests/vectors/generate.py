@@ -21,9 +21,11 @@ TOKENS = [0, 1, 2, 3, 49_151, 65_536, 4_294_967_295, 7, 8, 9, 10, 11, 12]
 LAYOUTS = {
     "default model, fp8": BlockLayout(30, 3, 64, 16, "fp8"),
     "default model, int8": BlockLayout(30, 3, 64, 16, "int8"),
+    "default model, int4": BlockLayout(30, 3, 64, 16, "int4"),
     "default model, bf16": BlockLayout(30, 3, 64, 16, "bf16"),
     "8 heads of 128, 4 groups, fp8": BlockLayout(32, 8, 128, 16, "fp8", 4),
     "5x16 heads, odd block, int8": BlockLayout(2, 4, 80, 5, "int8", 2),
+    "5x16 heads, odd block, int4": BlockLayout(2, 4, 80, 5, "int4", 2),
 }
 
 
@@ -82,7 +84,9 @@ def _layout(name: str, layout: BlockLayout) -> dict[str, object]:
         "last_row": last,
         "last_row_code_offset": layout.code_offset(head, layer, True, token),
         "last_row_scale_offset": (
-            layout.scale_offset(head, layer, True, token) if layout.has_scales else None
+            layout.scale_offset(head, layer, True, token, layout.scale_parts - 1)
+            if layout.has_scales
+            else None
         ),
     }
 

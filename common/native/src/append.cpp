@@ -39,6 +39,9 @@ float bf16_value(uint16_t bits) {
   return value;
 }
 
+// 1 for rows of equal numbers, or so near to each other that their scale is 0.
+uint16_t scale_or_one(uint16_t bits) { return bf16_value(bits) <= 0 ? 0x3f80 : bits; }
+
 // Returns a row's scale. As integers, magnitudes are in order and NaN is above all.
 uint16_t scale_of(const float* row, int64_t count, float code_max) {
   int32_t most = 0;
@@ -48,8 +51,7 @@ uint16_t scale_of(const float* row, int64_t count, float code_max) {
   }
   float value;
   memcpy(&value, &most, 4);
-  const uint16_t scale = bf16_bits(value / code_max);
-  return scale == 0 ? 0x3f80 : scale;  // 1 for rows of zeros, or so small that the scale is 0
+  return scale_or_one(bf16_bits(value / code_max));
 }
 
 float clamped(float value, float most) {
@@ -71,9 +73,40 @@ unsigned char e4m3_code(float value) {
   return static_cast<unsigned char>(code | (bits >> 24 & 0x80));
 }
 
+// Stores one head's numbers as int4; a part of its scales is `step` bytes from the next.
+void quantise_groups(const float* row, int64_t count, unsigned char* codes, unsigned char* scale_at,
+                     int64_t step) {
+  const int64_t group = code_group(count), groups = count / group;
+  for (int64_t of = 0; of < groups; of++, row += group, codes += group / 2) {
+    float least = row[0], most = row[0];
+    for (int64_t i = 0; i < group; i++) {
+      // A NaN, once met, stays.
+      if (!(row[i] >= least) && least == least) least = row[i];
+      if (!(row[i] <= most) && most == most) most = row[i];
+    }
+    const uint16_t least_bits = bf16_bits(least + 0.0f);  // -0 becomes 0
+    const float low = bf16_value(least_bits);
+    const uint16_t scale_bits = scale_or_one(bf16_bits((most - low) / 15.0f));
+    memcpy(scale_at + of * step, &scale_bits, 2);
+    memcpy(scale_at + (groups + of) * step, &least_bits, 2);
+    const float scale = bf16_value(scale_bits);
+    for (int64_t i = 0; i < group; i += 2) {
+      int32_t pair[2];
+      for (int half = 0; half < 2; half++) {
+        const float ratio = (row[i + half] - low) / scale;
+        const float kept = ratio > 15.0f ? 15.0f : ratio < 0.0f ? 0.0f : ratio;
+        pair[half] = bits_of(kept + 12582912.0f) & 15;
+      }
+      codes[i / 2] = static_cast<unsigned char>(pair[0] | pair[1] << 4);
+    }
+  }
+}
+
 // Stores one head's numbers.
 void quantise(const Pool& pool, const float* row, unsigned char* codes, unsigned char* scale_at) {
   const int64_t count = pool.head_dim;
+  if (pool.format == kInt4)
+    return quantise_groups(row, count, codes, scale_at, pool.block_tokens * 2);
   if (pool.format == kBf16) {
     for (int64_t i = 0; i < count; i++) {
       const uint16_t bits = bf16_bits(row[i]);
@@ -103,17 +136,17 @@ void subtract(const Pool& pool, int64_t layer, int64_t head, float* numbers) {
 
 void append_row(const Appending& work, int64_t row) {
   const Pool& pool = *work.pool;
-  const int64_t code_bytes = pool.format == kBf16 ? 2 : 1, offset = work.offsets[row];
+  const int64_t offset = work.offsets[row];
   unsigned char* slot = pool.memory + work.slots[row] * pool.block_size;
   alignas(64) float numbers[kHeadMax];
   for (int64_t head = 0; head < pool.kv_heads; head++) {
-    const Place place = place_of(pool, work.layer, head, code_bytes);
+    const Place place = place_of(pool, work.layer, head);
     for (int value = 0; value < 2; value++) {
       read_head(work.rows[value], row, head, pool.head_dim, value ? nullptr : work.turn, numbers);
       if (!value && pool.key_offsets != nullptr) subtract(pool, work.layer, head, numbers);
       if (value ? pool.value_rotated : pool.key_rotated)
         rotate(numbers, pool.head_dim, pool.rotation);
-      quantise(pool, numbers, slot + place.codes[value] + offset * pool.head_dim * code_bytes,
+      quantise(pool, numbers, slot + place.codes[value] + offset * pool.row_size,
                slot + place.scales[value] + 2 * offset);
     }
   }

@@ -254,7 +254,7 @@ void attend_share(void* context, int64_t part) {
   const Group& group = step.groups[share.group];
   const int64_t queries = group.rows * heads_a_head(pool);
   const Source source{&pool, step.tables + step.row_table[group.row] * step.table_width,
-                      place_of(pool, work.layer, head, Code::kBytes), group.first, group.limit};
+                      place_of(pool, work.layer, head), group.first, group.limit};
   Room room;
   read_queries(work, group, head, room.queries);
   const int64_t first = first_split(group), stop = split_stop(group);
@@ -302,5 +302,6 @@ KVASS_PUBLIC void KVASS_AT(kvass_attend)(const Pool* pool, const Step* step, int
   auto* body = attend_share<Codes<kFp8>>;
   if (pool->format == kInt8) body = attend_share<Codes<kInt8>>;
   if (pool->format == kBf16) body = attend_share<Codes<kBf16>>;
+  if (pool->format == kInt4) body = attend_share<Codes<kInt4>>;
   kvass::parallel(static_cast<int>(step->threads), step->share_count * pool->kv_heads, body, &work);
 }

@@ -19,6 +19,7 @@ template <>
 struct Codes<kFp8> {
   static constexpr int kBytes = 1;
   static constexpr bool kScaled = true;
+  static constexpr bool kGrouped = false;
   static constexpr float kFactor = 256.0f;
   // Decodes 16 codes in a row.
   static KVASS_INLINE Floats decode(const unsigned char* at) {
@@ -60,6 +61,7 @@ template <>
 struct Codes<kInt8> {
   static constexpr int kBytes = 1;
   static constexpr bool kScaled = true;
+  static constexpr bool kGrouped = false;
   static constexpr float kFactor = 1.0f;
   static KVASS_INLINE Floats decode(const unsigned char* at) {
 #if defined(__AVX512F__)
@@ -80,6 +82,7 @@ template <>
 struct Codes<kBf16> {
   static constexpr int kBytes = 2;
   static constexpr bool kScaled = false;
+  static constexpr bool kGrouped = false;
   static constexpr float kFactor = 1.0f;
   static KVASS_INLINE Floats decode(const unsigned char* at) {
 #if defined(__AVX512F__)
@@ -110,6 +113,42 @@ struct Codes<kBf16> {
     memcpy(words + 16, second, 16);
     return decode(words);
 #endif
+  }
+};
+
+// Two numbers in a byte. A group's scale and least number are put in when a row is decoded, so that
+// none is left for a position (decode_rows below).
+template <>
+struct Codes<kInt4> {
+  static constexpr bool kScaled = false;
+  static constexpr bool kGrouped = true;
+  // The lower halves of 16 bytes, and the upper ones.
+  static KVASS_INLINE Floats low(const unsigned char* at) { return halves<0>(at); }
+  static KVASS_INLINE Floats high(const unsigned char* at) { return halves<4>(at); }
+  // Decodes 16 codes in a row: eight bytes.
+  static KVASS_INLINE Floats decode(const unsigned char* at) {
+#if defined(__SSE2__)
+    const __m128i bytes = _mm_loadl_epi64((const __m128i*)at), mask = _mm_set1_epi8(15);
+    const __m128i upper = _mm_and_si128(_mm_srli_epi16(bytes, 4), mask);
+    alignas(16) unsigned char codes[16];
+    _mm_store_si128((__m128i*)codes, _mm_unpacklo_epi8(_mm_and_si128(bytes, mask), upper));
+    return Codes<kInt8>::decode(codes);
+#else
+    unsigned char codes[16];
+    for (int i = 0; i < 8; i++) {
+      codes[2 * i] = at[i] & 15;
+      codes[2 * i + 1] = at[i] >> 4;
+    }
+    return Codes<kInt8>::decode(codes);
+#endif
+  }
+
+ private:
+  template <int shift>
+  static KVASS_INLINE Floats halves(const unsigned char* at) {
+    alignas(16) unsigned char codes[16];
+    for (int i = 0; i < 16; i++) codes[i] = at[i] >> shift & 15;
+    return Codes<kInt8>::decode(codes);
   }
 };
 
@@ -225,6 +264,55 @@ KVASS_INLINE void decode_rows(const unsigned char* rows, int64_t numbers, float*
     ask_for(ahead + i * Code::kBytes);
     KVASS_UNROLL for (int at = 0; at < kStep; at += kLanes)
       store(out + i + at, Code::decode(rows + (i + at) * Code::kBytes));
+  }
+}
+
+// --- int4 ---
+
+// 16 positions' scales of one head: a part's are side by side, `step` bytes from one part to the next.
+struct Scales {
+  const unsigned char* at;
+  int64_t step;
+  KVASS_INLINE Floats part(int64_t which) const { return Codes<kBf16>::decode(at + which * step); }
+};
+
+// Decodes 16 int4 rows of `numbers` to out[number][row].
+KVASS_INLINE void decode_turned_rows(const unsigned char* rows, const Scales& scales, int64_t numbers,
+                                     float* out, int64_t out_step, const unsigned char* ahead) {
+  const int64_t step = numbers / 2, group = code_group(numbers), groups = numbers / group;
+  alignas(64) unsigned char turned[16 * 16];
+  // Of a last column that only half belongs to the rows the other half is not looked at.
+  for (int64_t done = 0; done < step; done += 16) {
+    turn_over<Narrow, 1>(rows + done, step, turned);
+    KVASS_UNROLL for (int i = 0; i < 4; i++) ask_for(ahead + 16 * done + 64 * i);
+    for (int half = 0; half < 2 && done + 8 * half < step; half++) {
+      const int64_t first = 2 * done + 16 * half, of = first / group;
+      const Floats scale = scales.part(of), least = scales.part(groups + of);
+      KVASS_UNROLL for (int i = 0; i < 8; i++) {
+        const unsigned char* at = turned + 16 * (8 * half + i);
+        float* to = out + (first + 2 * i) * out_step;
+        store(to, fused(Codes<kInt4>::low(at), scale, least));
+        store(to + out_step, fused(Codes<kInt4>::high(at), scale, least));
+      }
+    }
+  }
+}
+
+// Decodes 16 int4 rows of `numbers` to out[row][number].
+KVASS_INLINE void decode_rows(const unsigned char* rows, const Scales& scales, int64_t numbers,
+                              float* out, const unsigned char* ahead) {
+  const int64_t group = code_group(numbers), groups = numbers / group;
+  for (int64_t of = 0; of < groups; of++) {
+    alignas(64) float scale[kLanes], least[kLanes];
+    store(scale, scales.part(of));
+    store(least, scales.part(groups + of));
+    for (int64_t row = 0; row < kLanes; row++) {
+      const int64_t first = row * numbers + of * group;
+      if (first % 128 == 0) ask_for(ahead + first / 2);
+      for (int64_t i = 0; i < group; i += kLanes)
+        store(out + first + i, fused(Codes<kInt4>::decode(rows + (first + i) / 2), splat(scale[row]),
+                                     splat(least[row])));
+    }
   }
 }
 

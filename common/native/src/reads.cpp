@@ -37,9 +37,9 @@ void read_split(void* context, int64_t part) {
   const Pool& pool = *work.pool;
   const int64_t splits = (work.blocks * pool.block_tokens + kSplit - 1) / kSplit;
   const int64_t head = part % pool.kv_heads, split = part / pool.kv_heads % splits;
-  const int64_t row = part / pool.kv_heads / splits, code_bytes = pool.format == kBf16 ? 2 : 1;
-  const Place place = place_of(pool, work.layer, head, code_bytes);
-  const int64_t size = pool.block_tokens * pool.head_dim * code_bytes;
+  const int64_t row = part / pool.kv_heads / splits;
+  const Place place = place_of(pool, work.layer, head);
+  const int64_t size = pool.block_tokens * pool.row_size;
   const int64_t first = split * kSplit / pool.block_tokens, stop = first + kSplit / pool.block_tokens;
   uint64_t sum = 0;
   for (int64_t block = first; block < stop && block < work.blocks; block++) {

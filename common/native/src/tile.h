@@ -12,6 +12,7 @@ namespace {
 
 constexpr int kTile = 64, kStrips = kTile / kLanes;  // positions, at absolute multiples
 constexpr int64_t kAhead = kTile;
+constexpr int kPartsMax = 2 * kHeadMax / 16;  // of a row's scales: int4's, in groups of 16
 constexpr float kNothing = -1.0e30f;  // the greatest score of no keys; finite, as are differences
 constexpr float kMasked = -2.0e30f;   // weighs 0 beside any greatest score
 
@@ -43,15 +44,15 @@ struct Source {
 struct Strip {
   const unsigned char* codes[2];
   const unsigned char* scales[2];
+  int64_t scale_step;  // from one part to the next
 };
 
 // Copies what there is of 16 positions, with zeros for the rest.
-template <class Code>
 void gather(const Source& source, int64_t start, unsigned char* codes, unsigned char* scales) {
   const Pool& pool = *source.pool;
-  const int64_t row = pool.head_dim * Code::kBytes;
+  const int64_t row = pool.row_size, parts = pool.scale_parts;
   memset(codes, 0, 2 * kLanes * row);
-  memset(scales, 0, 2 * kLanes * 2);
+  memset(scales, 0, 2 * parts * kLanes * 2);
   for (int64_t i = 0; i < kLanes; i++) {
     const int64_t position = start + i;
     if (position < source.first || position >= source.limit) continue;
@@ -60,14 +61,14 @@ void gather(const Source& source, int64_t start, unsigned char* codes, unsigned 
         pool.memory + source.table[position / pool.block_tokens] * pool.block_size;
     for (int value = 0; value < 2; value++) {
       memcpy(codes + (value * kLanes + i) * row, slot + source.place.codes[value] + offset * row, row);
-      if (Code::kScaled)
-        memcpy(scales + (value * kLanes + i) * 2, slot + source.place.scales[value] + offset * 2, 2);
+      for (int64_t part = 0; part < parts; part++)
+        memcpy(scales + ((value * parts + part) * kLanes + i) * 2,
+               slot + source.place.scales[value] + (part * pool.block_tokens + offset) * 2, 2);
     }
   }
 }
 
 // Finds 16 positions' numbers where they lie in a row; false where they must be gathered.
-template <class Code>
 KVASS_INLINE bool find(const Source& source, int64_t start, Strip* strip) {
   const Pool& pool = *source.pool;
   if (pool.block_tokens % kLanes || start < source.first || start + kLanes > source.limit)
@@ -75,9 +76,10 @@ KVASS_INLINE bool find(const Source& source, int64_t start, Strip* strip) {
   const int64_t offset = start % pool.block_tokens;
   const unsigned char* slot = pool.memory + source.table[start / pool.block_tokens] * pool.block_size;
   for (int value = 0; value < 2; value++) {
-    strip->codes[value] = slot + source.place.codes[value] + offset * pool.head_dim * Code::kBytes;
+    strip->codes[value] = slot + source.place.codes[value] + offset * pool.row_size;
     strip->scales[value] = slot + source.place.scales[value] + offset * 2;
   }
+  strip->scale_step = pool.block_tokens * 2;
   return true;
 }
 
@@ -86,21 +88,28 @@ KVASS_INLINE bool find(const Source& source, int64_t start, Strip* strip) {
 template <class Code, int known_dim>
 void fill_with(const Source& source, int64_t start, Tile* tile) {
   const int64_t head_dim = known_dim ? known_dim : source.pool->head_dim;
-  const int64_t size = kLanes * head_dim * Code::kBytes;
-  alignas(64) unsigned char gathered[2 * kLanes * kHeadMax * 2], scales[2 * kLanes * 2];
+  const Pool& pool = *source.pool;
+  const int64_t size = kLanes * pool.row_size, scales_size = kLanes * pool.scale_parts * 2;
+  alignas(64) unsigned char gathered[2 * kLanes * kHeadMax * 2], scales[2 * kLanes * kPartsMax * 2];
   tile->start = start;
   tile->count = source.limit - start < kTile ? source.limit - start : kTile;
   for (int64_t at = 0; at < tile->count; at += kLanes) {
     Strip strip, ahead;
-    if (!find<Code>(source, start + at, &strip)) {
-      gather<Code>(source, start + at, gathered, scales);
-      strip = {{gathered, gathered + size}, {scales, scales + 2 * kLanes}};
+    if (!find(source, start + at, &strip)) {
+      gather(source, start + at, gathered, scales);
+      strip = {{gathered, gathered + size}, {scales, scales + scales_size}, 2 * kLanes};
     }
-    if (!find<Code>(source, start + kAhead + at, &ahead)) ahead = strip;  // asking for it costs little
+    if (!find(source, start + kAhead + at, &ahead)) ahead = strip;  // asking for it costs little
     ask_for(ahead.scales[0]);
     ask_for(ahead.scales[1]);
-    decode_turned_rows<Code>(strip.codes[0], head_dim, tile->keys + at, kTile, ahead.codes[0]);
-    decode_rows<Code>(strip.codes[1], head_dim, tile->values + at * head_dim, ahead.codes[1]);
+    if constexpr (Code::kGrouped) {
+      const Scales scale[2] = {{strip.scales[0], strip.scale_step}, {strip.scales[1], strip.scale_step}};
+      decode_turned_rows(strip.codes[0], scale[0], head_dim, tile->keys + at, kTile, ahead.codes[0]);
+      decode_rows(strip.codes[1], scale[1], head_dim, tile->values + at * head_dim, ahead.codes[1]);
+    } else {
+      decode_turned_rows<Code>(strip.codes[0], head_dim, tile->keys + at, kTile, ahead.codes[0]);
+      decode_rows<Code>(strip.codes[1], head_dim, tile->values + at * head_dim, ahead.codes[1]);
+    }
     if constexpr (Code::kScaled) {
       const Floats factor = splat(Code::kFactor);
       store(tile->key_scales + at, Codes<kBf16>::decode(strip.scales[0]) * factor);
