@@ -38,7 +38,7 @@ from kvass.common.kernels.paged import paged_kv
 from kvass.common.kernels.seam import PagedKv
 from kvass.common.kernels.turn import Turn
 from kvass.common.model.block_error import BOUNDS, block_error, block_errors
-from kvass.common.model.key_offsets import key_offsets
+from kvass.common.model.key_terms import KeyTerms, key_terms
 from kvass.common.model.known_answer import keep
 from kvass.common.model.load import Model, load_model
 from kvass.common.model.products import Products
@@ -70,29 +70,27 @@ OTHER_KERNELS = {
 
 @dataclass(slots=True)
 class Work:
-    """One text's KV in one format, less `offsets`; the last slot is free. `error` compares a block
+    """One text's KV in one format, by `terms`; the last slot is free. `error` compares a block
     with it."""
 
     spec: ModelSpec
     layout: BlockLayout
     memory: SlotMemory
     tokens: Sequence[int]
-    offsets: torch.Tensor
+    terms: KeyTerms
 
     @classmethod
-    def of(
-        cls, spec: ModelSpec, kv_dtype: KvDtype, tokens: Sequence[int], offsets: torch.Tensor
-    ) -> Work:
+    def of(cls, spec: ModelSpec, kv_dtype: KvDtype, tokens: Sequence[int], terms: KeyTerms) -> Work:
         layout = BlockLayout(spec.layers, spec.kv_heads, spec.head_dim, BLOCK, kv_dtype)
-        return cls(spec, layout, SlotMemory(layout, len(tokens) // BLOCK + 1), tokens, offsets)
+        return cls(spec, layout, SlotMemory(layout, len(tokens) // BLOCK + 1), tokens, terms)
 
     def again(self, tokens: Sequence[int]) -> Work:
         """Return room for a text in the same format."""
-        return Work.of(self.spec, self.layout.kv_dtype, tokens, self.offsets)
+        return Work.of(self.spec, self.layout.kv_dtype, tokens, self.terms)
 
     def kernels(self) -> PagedKv[Any]:
-        offsets = self.offsets if self.layout.has_scales else None
-        return paged_kv(self.memory, self.layout, self.spec.heads, offsets)
+        terms = self.terms if self.layout.has_scales else ()
+        return paged_kv(self.memory, self.layout, self.spec.heads, *terms)
 
     @property
     def blocks(self) -> int:
@@ -171,28 +169,26 @@ def in_company(model: Model, work: Work) -> Work:
     return again
 
 
-def probe(file: Path, offsets_file: Path, count: int) -> None:
+def probe(file: Path, terms_file: Path, count: int) -> None:
     """Compute every text in every format here, and leave it in a file: `other_kernels` asks."""
     torch.set_num_threads(1)
     served = rig.Served.load()
     spec = load_spec(served.folder)
     model = load_model(served.folder, spec)
-    offsets = key_offsets(served.folder, spec, offsets_file)
+    terms = key_terms(served.folder, spec, terms_file)
     found = {}
     for number, text in enumerate(texts(served, count)):
         for kv_dtype in FORMATS:
-            work = Work.of(spec, kv_dtype, text, offsets).compute(model, OTHER_CHUNK)
+            work = Work.of(spec, kv_dtype, text, terms).compute(model, OTHER_CHUNK)
             found[f"{kv_dtype} {number}"] = work.memory.tensor.clone()
     save_file(found, file)
 
 
-def other_kernels(
-    count: int, offsets: torch.Tensor
-) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+def other_kernels(count: int, terms: KeyTerms) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
     """Compute every text in processes whose libraries use other instructions."""
     with tempfile.TemporaryDirectory() as folder:
-        same = Path(folder, "offsets.safetensors")
-        keep({"offsets": offsets}, same)
+        same = Path(folder, "terms.safetensors")
+        keep(terms._asdict(), same)
         for name, variables in OTHER_KERNELS.items():
             file = Path(folder, f"{len(name)}.safetensors")
             command = [sys.executable, __file__, PROBE, str(file), str(same), str(count)]
@@ -306,8 +302,8 @@ def honest_errors(
     for work in works.values():
         again = in_company(model, work)
         seen(work.layout.kv_dtype, "other chunks and company", work.largest(again.memory.tensor))
-    offsets = next(iter(works.values())).offsets
-    for way, found in other_kernels(len(works) // len(FORMATS), offsets):
+    terms = next(iter(works.values())).terms
+    for way, found in other_kernels(len(works) // len(FORMATS), terms):
         for name, work in works.items():
             seen(work.layout.kv_dtype, way, work.largest(found[name]))
     full = load_model(served.folder, spec, dtype=torch.float32)
@@ -324,9 +320,9 @@ def measure(quick: bool) -> tuple[list[Figure], list[str]]:
     torch.set_num_threads(1)  # the bits are asked for, and threads wait for each other
     model = load_model(served.folder, spec, projection_of=Products(uses()).projection)
     with tempfile.TemporaryDirectory() as folder:
-        offsets = key_offsets(served.folder, spec, Path(folder, "offsets.safetensors"))
+        terms = key_terms(served.folder, spec, Path(folder, "terms.safetensors"))
     works = {
-        f"{kv_dtype} {number}": Work.of(spec, kv_dtype, text, offsets).compute(model)
+        f"{kv_dtype} {number}": Work.of(spec, kv_dtype, text, terms).compute(model)
         for number, text in enumerate(texts(served, QUICK_TEXTS if quick else TEXTS))
         for kv_dtype in FORMATS
     }

@@ -36,7 +36,7 @@ from kvass.common.kernels.formats import E4M3_MAX
 from kvass.common.kernels.paged import paged_kv
 from kvass.common.kernels.seam import PagedKv
 from kvass.common.kernels.turn import Turn, turned
-from kvass.common.model.key_offsets import key_offsets
+from kvass.common.model.key_terms import KeyTerms, key_terms
 from kvass.common.model.load import Model, load_model
 from kvass.common.model.spec import ModelSpec, load_spec
 from kvass.common.pool.memory import SlotMemory
@@ -94,7 +94,7 @@ def unscaled(rows: torch.Tensor) -> torch.Tensor:
     return rows.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
 
 
-def ways_of(spec: ModelSpec, tokens: int, offsets: torch.Tensor) -> dict[str, PagedKv[Any]]:
+def ways_of(spec: ModelSpec, tokens: int, terms: KeyTerms) -> dict[str, PagedKv[Any]]:
     """Return the ways of storing one request's KV, the exact one first, as workers store it."""
     ways: dict[str, PagedKv[Any]] = {
         EXACT: WholeKv(spec, tokens, lambda rows: rows),
@@ -103,8 +103,8 @@ def ways_of(spec: ModelSpec, tokens: int, offsets: torch.Tensor) -> dict[str, Pa
     for kv_dtype in KV_DTYPES:
         layout = BlockLayout(spec.layers, spec.kv_heads, spec.head_dim, BLOCK, kv_dtype)
         memory = SlotMemory(layout, -(-tokens // BLOCK))
-        taken_off = offsets if layout.has_scales else None
-        ways[kv_dtype] = paged_kv(memory, layout, spec.heads, taken_off)
+        stored_by = terms if layout.has_scales else ()
+        ways[kv_dtype] = paged_kv(memory, layout, spec.heads, *stored_by)
     return ways
 
 
@@ -144,13 +144,11 @@ class Loss:
         self.known += len(following)
 
 
-def losses_of(
-    model: Model, texts: Sequence[Sequence[int]], offsets: torch.Tensor
-) -> dict[str, Loss]:
+def losses_of(model: Model, texts: Sequence[Sequence[int]], terms: KeyTerms) -> dict[str, Loss]:
     """Compute every text in every way, the ways side by side."""
     losses: dict[str, Loss] = {}
     for text in texts:
-        ways = ways_of(model.spec, len(text), offsets)
+        ways = ways_of(model.spec, len(text), terms)
         chunks = [log_probabilities(model, kv, text) for kv in ways.values()]
         for start, step in enumerate(zip(*chunks, strict=True)):
             following = torch.tensor(text[start * CHUNK + 1 : (start + 1) * CHUNK + 1])
@@ -196,10 +194,10 @@ def measure(contexts: dict[int, int]) -> list[Figure]:
     spec = load_spec(served.folder)
     model = load_model(served.folder, spec, dtype=torch.float32)
     with tempfile.TemporaryDirectory() as folder:
-        offsets = key_offsets(served.folder, spec, Path(folder, "offsets.safetensors"))
+        terms = key_terms(served.folder, spec, Path(folder, "terms.safetensors"))
     figures: list[Figure] = []
     for context, count in contexts.items():
-        figures += figures_of(context, losses_of(model, texts_of(served, context, count), offsets))
+        figures += figures_of(context, losses_of(model, texts_of(served, context, count), terms))
         print(f"context of {context}: {count} texts", file=sys.stderr)
     return figures
 

@@ -341,7 +341,7 @@ def _validate_tenants(store: StoreConfig) -> None:
 
 
 # See model/identity.py; "namespace" depends on the others.
-_WORKERS_KNOW = frozenset({"device_kind", "model_weights_k_offsets", "namespace"})
+_WORKERS_KNOW = frozenset({"device_kind", "model_weights_key_terms", "namespace"})
 
 
 def difference(ours: Mapping[str, object], theirs: Mapping[str, object]) -> str | None:

@@ -12,6 +12,7 @@ from kvass.common.kernels.formats import CODE_DTYPES, decode, decode_into, encod
 from kvass.common.kernels.rotation import ROW_TILE, hadamard, multiply_rows
 
 SCALED: tuple[KvDtype, ...] = ("fp8", "int8")
+INTEGERS_AND_FP8: tuple[KvDtype, ...] = (*SCALED, "int4")
 
 
 def table(kv_dtype: KvDtype) -> torch.Tensor:
@@ -159,6 +160,71 @@ def test_every_code_is_decoded_exactly() -> None:
         assert bool(torch.isfinite(out).all())
 
 
+def random_carry(seed: int, heads: int, depth: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    carry: torch.Tensor = torch.randn(heads, depth, depth, generator=generator) / depth**0.5
+    return carry
+
+
+@given(st.integers(0, 2**31), st.sampled_from(INTEGERS_AND_FP8), st.sampled_from([16, 32, 80]))
+@settings(max_examples=40, deadline=None)
+def test_numbers_rounded_in_turn_pass_on_what_they_lose(
+    seed: int, kv_dtype: KvDtype, depth: int
+) -> None:
+    """By the definition, one number at a time; what is left of the diagonal is not looked at."""
+    rows, carry = random_rows(seed, 6, depth).view(3, 2, depth), random_carry(seed, 2, depth)
+    codes, scales = encode(rows, kv_dtype, carry)
+    assert scales is not None
+    values = decode(codes, scales)
+    plain, _ = encode(rows, kv_dtype)
+    left = rows.clone()
+    for i in range(depth):
+        # With the row's own scales, which are found before any number is rounded.
+        alone = decode(codes, scales)
+        alone[..., i] = nearest_value(left[..., i], scales, i, depth, kv_dtype)
+        assert torch.equal(values[..., i], alone[..., i])
+        lost = (left[..., i] - values[..., i])[..., None]
+        left[..., i + 1 :] -= lost * carry[:, i, i + 1 :]
+    none, none_scales = encode(rows, kv_dtype, carry.tril())
+    assert torch.equal(none.view(torch.uint8), plain.view(torch.uint8))
+    assert none_scales is not None and torch.equal(none_scales, scales)
+
+
+def nearest_value(
+    numbers: torch.Tensor, scales: torch.Tensor, i: int, depth: int, kv_dtype: KvDtype
+) -> torch.Tensor:
+    if kv_dtype == "int4":
+        groups = scales.shape[-1] // 2
+        group = i // (depth // groups)
+        scale, least = scales[..., group].float(), scales[..., groups + group].float()
+    else:
+        scale, least = scales[..., 0].float(), torch.zeros(())
+    values = torch.arange(16.0) if kv_dtype == "int4" else table(kv_dtype).float()
+    ratios = (numbers - least) / scale
+    distance = (ratios[..., None] - values).abs()
+    near = values[distance.argmin(-1)]
+    ties = (distance == distance.amin(-1, keepdim=True)).sum(-1) > 1
+    if bool(ties.any()):  # to even, as without carry
+        limit = float(values[-1])
+        even = ratios.clamp(float(values[0]), limit)
+        even = even.to(torch.float8_e4m3fn).float() if kv_dtype == "fp8" else even.round()
+        near = torch.where(ties, even, near)
+    return near * scale + least
+
+
+@given(st.integers(0, 2**31), st.sampled_from(INTEGERS_AND_FP8), st.integers(0, 5))
+@settings(max_examples=30, deadline=None)
+def test_a_row_rounded_in_turn_has_the_same_codes_alone(
+    seed: int, kv_dtype: KvDtype, row: int
+) -> None:
+    rows, carry = random_rows(seed, 12, 32).view(6, 2, 32), random_carry(seed, 2, 32)
+    codes, scales = encode(rows, kv_dtype, carry)
+    alone, alone_scales = encode(rows[row : row + 1], kv_dtype, carry)
+    assert scales is not None and alone_scales is not None
+    assert torch.equal(alone[0].view(torch.uint8), codes[row].view(torch.uint8))
+    assert torch.equal(alone_scales[0], scales[row])
+
+
 def test_decoding_reads_any_strides() -> None:
     codes, scales = encode(torch.randn(4, 6, 16), "fp8")
     assert scales is not None
@@ -208,7 +274,7 @@ def test_scores_survive_the_rotation() -> None:
     assert torch.allclose(rotated, q @ k.t(), atol=1e-4)
 
 
-@pytest.mark.parametrize("kv_dtype", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("kv_dtype", INTEGERS_AND_FP8)
 def test_rotation_lowers_the_error_of_scores_where_channels_are_outliers(kv_dtype: KvDtype) -> None:
     """As in trained models, q and K share a few large channels, and K's hardly vary.
 

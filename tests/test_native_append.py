@@ -103,6 +103,32 @@ def test_stored_bytes_are_the_reference_s_but_for_the_rotation_s_order(
     assert (ours != theirs).float().mean() < 1e-3
 
 
+@pytest.mark.parametrize("kv_dtype", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("depth", [64, 80])
+def test_codes_of_k_rounded_in_turn_are_those_of_formats(
+    kv_dtype: KvDtype, depth: int, level: str, generator: torch.Generator
+) -> None:
+    """Bit for bit, with inputs whose rotation is exact; each head by its own matrix."""
+    layout = BlockLayout(2, 2, depth, 16, kv_dtype)
+    memory = SlotMemory(layout, 3)
+    wanted = torch.randint(-2000, 2001, (2, COUNT, 2, depth), generator=generator).float()
+    wanted *= 2.0 ** torch.randint(-3, 4, wanted.shape, generator=generator)
+    wanted[:, 3] = 0
+    wanted[:, 5, 0, 1:] *= 2.0**-9
+    carry = torch.randn(2, 2, depth, depth, generator=generator) / depth**0.5
+    k, v = unrotated(wanted[0]), wanted[1] if kv_dtype == "fp8" else unrotated(wanted[1])
+    kv = NativePagedKv(memory, layout, 2, key_carry=carry, level=level)
+    positions = torch.arange(COUNT)
+    for rows in (positions[:33], positions[33:34], positions[34:]):
+        kv.append(0, k[rows], v[rows], rows // 16, rows % 16)
+    for value, carried in ((False, carry[0]), (True, None)):
+        codes, scales = encode(wanted[int(value)], kv_dtype, carried)
+        found_codes, found_scales = read(memory, layout, value)
+        assert scales is not None
+        assert torch.equal(found_codes, codes[:, 0].view(torch.uint8).view(COUNT, -1))
+        assert torch.equal(found_scales, scales[:, 0].view(torch.uint8))
+
+
 def test_no_other_byte_is_touched(level: str) -> None:
     for kv_dtype in KV_DTYPES:
         layout = BlockLayout(2, 2, 48, 5, kv_dtype, 2)

@@ -6,6 +6,9 @@ even, and saturate. A row of zeros has scale 1. int4 has a scale and a least num
 each group of `block.code_group` numbers: a number is code times scale plus the least number,
 codes are 0 … 15, and the group's greatest number meets 15. bf16 has no scale.
 
+Codes are the nearest ones, number by number, or, with `carry`, one number after the other: what a
+number loses is taken off those after it, times what `carry` says (`model/key_terms.py` says why).
+
 It knows nothing of blocks and offsets, nor of rotation. Every function treats each row by itself,
 with element-wise operations and a maximum only: a row's codes don't depend on its company.
 """
@@ -35,28 +38,37 @@ _E4M3_MASK = -(1 << 14) - 1  # all bits but the top exponent bit, where the sign
 _E4M3_FACTOR = 256.0
 
 
-def encode(rows: torch.Tensor, kv_dtype: KvDtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Quantise float32 rows [..., D]: codes of `CODE_DTYPES`, [..., D] or, of int4, [..., D / 2],
-    and scales bf16 [..., parts]."""
+def encode(
+    rows: torch.Tensor, kv_dtype: KvDtype, carry: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Quantise float32 rows [..., H, D]: codes of `CODE_DTYPES`, [..., H, D] or, of int4,
+    [..., H, D / 2], and scales bf16 [..., H, parts]. `carry` is float32 [H, D, D]."""
     assert rows.dtype == torch.float32, rows.dtype
-    match kv_dtype:
-        case "bf16":
-            return rows.to(torch.bfloat16), None
-        case "fp8":
-            ratios, scales = _scaled(rows, E4M3_MAX)
-            return ratios.to(torch.float8_e4m3fn), scales
-        case "int8":
-            ratios, scales = _scaled(rows, INT8_MAX)
-            return ratios.round_().to(torch.int8), scales
-        case "int4":
-            return _encode_groups(rows)
-        case _:
-            assert_never(kv_dtype)
+    if kv_dtype == "bf16":
+        return rows.to(torch.bfloat16), None
+    scales, least = _scales_of(rows, kv_dtype)
+    group = code_group(kv_dtype, rows.shape[-1])
+    step, base = (each.float().repeat_interleave(group, -1) for each in (scales, least))
+    if carry is None:
+        ratios = _nearest((rows - base) / step, kv_dtype)
+    else:
+        ratios = _nearest_in_turn(rows, step, base, carry, kv_dtype)
+    codes = ratios.to(CODE_DTYPES[kv_dtype])
+    if kv_dtype != "int4":
+        return codes, scales
+    return codes[..., 0::2] | codes[..., 1::2] << 4, torch.cat([scales, least], -1)
 
 
-def _scaled(rows: torch.Tensor, code_max: float) -> tuple[torch.Tensor, torch.Tensor]:
-    scales = _scale_or_one(rows.abs().amax(-1, keepdim=True) / code_max)
-    return (rows / scales.to(torch.float32)).clamp_(-code_max, code_max), scales
+def _scales_of(rows: torch.Tensor, kv_dtype: KvDtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scales bf16 [..., groups], and what is coded as 0."""
+    if kv_dtype != "int4":
+        code_max = E4M3_MAX if kv_dtype == "fp8" else INT8_MAX
+        scales = _scale_or_one(rows.abs().amax(-1, keepdim=True) / code_max)
+        return scales, torch.zeros_like(scales)
+    groups = rows.reshape(*rows.shape[:-1], -1, code_group(kv_dtype, rows.shape[-1]))
+    # Adding 0 makes -0 into 0: which of them is the least is nobody's to say.
+    least = groups.amin(-1).add_(0.0).to(torch.bfloat16)
+    return _scale_or_one((groups.amax(-1) - least.float()) / INT4_MAX), least
 
 
 def _scale_or_one(scales: torch.Tensor) -> torch.Tensor:
@@ -65,16 +77,31 @@ def _scale_or_one(scales: torch.Tensor) -> torch.Tensor:
     return rounded.masked_fill_(rounded <= 0, 1.0)
 
 
-def _encode_groups(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    groups = rows.reshape(*rows.shape[:-1], -1, code_group("int4", rows.shape[-1]))
-    # Adding 0 makes -0 into 0: which of them is the least is nobody's to say.
-    least = groups.amin(-1, keepdim=True).add_(0.0).to(torch.bfloat16)
-    above = groups - least.to(torch.float32)
-    scales = _scale_or_one(above.amax(-1, keepdim=True) / INT4_MAX)
-    ratios = (above / scales.to(torch.float32)).clamp_(0.0, INT4_MAX)
-    codes = ratios.round_().to(torch.uint8).flatten(-2)
-    packed = codes[..., 0::2] | codes[..., 1::2] << 4
-    return packed, torch.cat([scales, least], -2).squeeze(-1)
+def _nearest(ratios: torch.Tensor, kv_dtype: KvDtype) -> torch.Tensor:
+    """Return the nearest numbers that codes stand for, float32; `ratios` are changed."""
+    match kv_dtype:
+        case "fp8":
+            return ratios.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
+        case "int8":
+            return ratios.clamp_(-INT8_MAX, INT8_MAX).round_()
+        case "int4":
+            return ratios.clamp_(0.0, INT4_MAX).round_()
+        case "bf16":
+            return ratios.to(torch.bfloat16).float()
+        case _:
+            assert_never(kv_dtype)
+
+
+def _nearest_in_turn(
+    rows: torch.Tensor, step: torch.Tensor, base: torch.Tensor, carry: torch.Tensor, to: KvDtype
+) -> torch.Tensor:
+    left, ratios = rows.clone(), torch.empty_like(rows)
+    for i in range(rows.shape[-1]):
+        number, size, least = left[..., i], step[..., i], base[..., i]
+        ratios[..., i] = _nearest((number - least) / size, to)
+        lost = number - (ratios[..., i] * size + least)
+        left[..., i + 1 :] -= lost.unsqueeze(-1) * carry[:, i, i + 1 :]
+    return ratios
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:

@@ -63,6 +63,7 @@ class _Pool(ctypes.Structure):
         ("window", _I64),
         ("soft_cap", ctypes.c_double),
         ("key_offsets", _P),
+        ("key_carry", _P),
     ]
 
 
@@ -125,17 +126,19 @@ class NativePagedKv:
         layout: BlockLayout,
         query_heads: int,
         key_offsets: torch.Tensor | None = None,
+        key_carry: torch.Tensor | None = None,
         *,
         threads: int | None = None,
         level: str | None = None,
         window: int = 0,
         soft_cap: float = 0.0,
     ) -> None:
-        """`key_offsets` float32 [layers, H, D] are taken off K, turned, before it is rotated.
+        """`key_offsets` float32 [layers, H, D] are taken off K, turned, before it is rotated, and
+        its numbers are rounded in turn by `key_carry` [layers, H, D, D] (`kernels.formats`).
         `threads` and `level` default to this process's. Rows attend to the last `window`
         positions, and scores are bounded by soft_cap · tanh(score / soft_cap); 0: neither.
         """
-        assert key_offsets is None or layout.has_scales, layout
+        assert layout.has_scales or (key_offsets is None and key_carry is None), layout
         if query_heads % layout.kv_heads:
             raise Invalid(
                 f"{query_heads} query heads are no multiple of {layout.kv_heads} KV heads"
@@ -150,11 +153,9 @@ class NativePagedKv:
         self.reason = f"attention compiled for {at_level}"
         self._threads = threads or torch.get_num_threads()
         self._memory = memory  # its mapping must outlive the address below
-        if key_offsets is not None:
-            assert key_offsets.dtype == torch.float32, key_offsets.dtype
-            assert key_offsets.shape == (layout.layers, layout.kv_heads, layout.head_dim)
-            key_offsets = key_offsets.contiguous()
-        self._key_offsets = key_offsets  # so must these
+        size = (layout.layers, layout.kv_heads, layout.head_dim)
+        self._offsets = _floats(key_offsets, size)  # so must these
+        self._carry = _floats(key_carry, (*size, layout.head_dim))
         self._heads = (query_heads, layout.kv_heads, layout.head_dim)
         self._block_tokens = layout.block_tokens
         self._pool = _Pool(
@@ -177,7 +178,8 @@ class NativePagedKv:
             value_rotated="v" in ROTATED[layout.kv_dtype],
             window=window,
             soft_cap=soft_cap,
-            key_offsets=None if key_offsets is None else key_offsets.data_ptr(),
+            key_offsets=None if self._offsets is None else self._offsets.data_ptr(),
+            key_carry=None if self._carry is None else self._carry.data_ptr(),
         )
         self._partials = torch.empty(0)
         self._level = at_level
@@ -263,6 +265,13 @@ class NativePagedKv:
 
 def _function(name: str, level: str, result: Any, *arguments: Any) -> Callable[..., Any]:
     return library.function_at(name, level, result, *arguments)
+
+
+def _floats(given: torch.Tensor | None, size: tuple[int, ...]) -> torch.Tensor | None:
+    if given is None:
+        return None
+    assert given.dtype == torch.float32 and given.shape == size, (given.dtype, given.shape, size)
+    return given.contiguous()
 
 
 def _in_rows(heads: torch.Tensor) -> torch.Tensor:

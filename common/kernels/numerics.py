@@ -11,7 +11,7 @@ from typing import Literal
 from kvass.common.block import KvDtype
 
 # Bump it whenever an implementation changes a bit of what is stored.
-NUMERICS = "paged-2"
+NUMERICS = "paged-3"
 
 # Which of K and V are stored rotated by the Hadamard matrix (`rotation.py`): both in the integer
 # formats, whose error is that of the greatest number.

@@ -42,14 +42,16 @@ def paged_kv(
     layout: BlockLayout,
     query_heads: int,
     key_offsets: torch.Tensor | None = None,
+    key_carry: torch.Tensor | None = None,
 ) -> Kernels:
     """Return the kernels for a pool; raises Invalid where no implementation serves the model.
 
-    `key_offsets` float32 [layers, H, D] are taken off K before it is stored.
+    `key_offsets` float32 [layers, H, D] are taken off K before it is stored, and its numbers are
+    rounded in turn by `key_carry` [layers, H, D, D].
     """
     if library.level() is None:
-        return TorchPagedKv(memory, layout, query_heads, key_offsets)
+        return TorchPagedKv(memory, layout, query_heads, key_offsets, key_carry)
     if why := unsupported(layout, query_heads):
         _log.warning("compiled attention does not serve this model (%s): torch's does", why)
-        return TorchPagedKv(memory, layout, query_heads, key_offsets)
-    return NativePagedKv(memory, layout, query_heads, key_offsets)
+        return TorchPagedKv(memory, layout, query_heads, key_offsets, key_carry)
+    return NativePagedKv(memory, layout, query_heads, key_offsets, key_carry)

@@ -61,9 +61,11 @@ class TorchPagedKv:
         layout: BlockLayout,
         query_heads: int,
         key_offsets: torch.Tensor | None = None,
+        key_carry: torch.Tensor | None = None,
     ) -> None:
-        """`key_offsets` float32 [layers, H, D] are taken off K, turned, before it is rotated."""
-        assert key_offsets is None or layout.has_scales, layout
+        """`key_offsets` float32 [layers, H, D] are taken off K, turned, before it is rotated, and
+        its numbers are rounded in turn by `key_carry` [layers, H, D, D] (`kernels.formats`)."""
+        assert layout.has_scales or (key_offsets is None and key_carry is None), layout
         if query_heads % layout.kv_heads:
             raise Invalid(
                 f"{query_heads} query heads are no multiple of {layout.kv_heads} KV heads"
@@ -91,7 +93,7 @@ class TorchPagedKv:
             row_alignment=alignment or ALIGNMENTS[0],
         )
         self._layout = layout
-        self._key_offsets = key_offsets
+        self._key_offsets, self._key_carry = key_offsets, key_carry
         self._records = [records_of(memory.tensor, layout, layer) for layer in range(layout.layers)]
         self._scratch = Scratch()
         self._last: Step | None = None
@@ -133,16 +135,16 @@ class TorchPagedKv:
         if self._key_offsets is not None:
             k = k - self._key_offsets[layer]
         k, v = _rotated(k, self._rotate_k), _rotated(v.float(), self._rotate_v)
-        rows = torch.stack([k, v], 1)
-        codes, scales = encode(rows, layout.kv_dtype)
-        split = (-1, 2, layout.head_groups, layout.group_heads)
-        words = codes.view(records.word).view(*split, records.codes.shape[-1])
-        records.codes.index_put_((slots, offsets), words.transpose(1, 2))
-        if scales is not None:
-            assert records.scales is not None
-            records.scales.index_put_(
-                (slots, offsets), scales.view(*split, layout.scale_parts).transpose(1, 2)
-            )
+        carry = None if self._key_carry is None else self._key_carry[layer]
+        coded = (encode(k, layout.kv_dtype, carry), encode(v, layout.kv_dtype))
+        split = (-1, layout.head_groups, layout.group_heads)
+        for value, (codes, scales) in enumerate(coded):
+            words = codes.view(records.word).view(*split, records.codes.shape[-1])
+            records.codes[:, :, :, value].index_put_((slots, offsets), words)
+            if scales is not None:
+                assert records.scales is not None
+                parts = scales.view(*split, layout.scale_parts)
+                records.scales[:, :, :, value].index_put_((slots, offsets), parts)
 
     def attend(
         self, layer: int, q: torch.Tensor, plan: Step, turn: Turn | None = None

@@ -20,10 +20,11 @@ from kvass.common.config import Config, WorkerConfig
 from kvass.common.errors import Invalid
 from kvass.common.kernels.paged import paged_kv
 from kvass.common.keys import Namespace
-from kvass.common.model import identity, key_offsets, known_answer
+from kvass.common.model import identity, known_answer
 from kvass.common.model.checkpoint import weights_digest
 from kvass.common.model.device_kind import device_kind
 from kvass.common.model.fetch import cache_dir
+from kvass.common.model.key_terms import key_terms
 from kvass.common.model.load import load_model
 from kvass.common.model.products import Products
 from kvass.common.model.runner import Rows, Runner, uses
@@ -94,19 +95,18 @@ def open_engine(config: Config, worker: WorkerConfig, role: str) -> Engine:
     products = Products(uses(), weights)
     model = load_model(model_dir, spec, projection_of=products.projection)
     memory = SlotMemory(layout, slots)
-    offsets = None
+    terms = None
     if layout.has_scales:
-        offsets_file = cache_dir() / "key-offsets" / f"{digest[:32]}.safetensors"
-        offsets = key_offsets.key_offsets(model_dir, spec, offsets_file)
-    kv = paged_kv(memory, layout, spec.heads, offsets)
+        terms = key_terms(model_dir, spec, cache_dir() / "key-terms" / f"{digest[:32]}.safetensors")
+    kv = paged_kv(memory, layout, spec.heads, *(terms or ()))
     fields = identity.worker_fields(
         *(model_dir, spec, config.cluster, device_kind(products, kv.bits)),
-        "none" if offsets is None else key_offsets.digest(offsets),
+        "none" if terms is None else terms.digest(),
     )
     namespace = identity.namespace_in(fields)
     assert namespace is not None
     runner = Runner(model, kv, layout.block_tokens)
-    known_answer.check(answer, spec, runner, memory, offsets)
+    known_answer.check(answer, spec, runner, memory, terms and terms.offsets)
     rate = _measure(runner, spec, layout, min(worker.chunk_tokens, max_model_len))
     _log.info(
         "known answer right; pool of %d blocks (%.2f GB), prefill at %.0f tokens/s",

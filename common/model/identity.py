@@ -2,7 +2,7 @@
 
 `cluster_fields` is the readable form: exchanged on connect, a difference is refused with the field
 named. The namespace is its hash, the root of every key. What changes a bit of stored KV is in both.
-That includes the kind of device and K's offsets, which only workers know: they add them, and with
+That includes the kind of device and K's terms, which only workers know: they add them, and with
 them the namespace; others compare the rest (`config.difference`), and learn the namespace from the
 workers.
 
@@ -65,14 +65,14 @@ def worker_fields(
     spec: ModelSpec,
     cluster: ClusterConfig,
     device_kind: str,
-    k_offsets: str = "none",
+    key_terms: str = "none",
 ) -> dict[str, str | int]:
     """Return `cluster_fields` with what all workers must agree on, their namespace included.
 
-    `k_offsets` is the digest of what is taken off K (`key_offsets`).
+    `key_terms` is the digest of what K is stored by (`model/key_terms.py`).
     """
     identity = _identity(model_dir, spec, cluster)
-    identity |= {"device_kind": device_kind, "model_weights_k_offsets": k_offsets}
+    identity |= {"device_kind": device_kind, "model_weights_key_terms": key_terms}
     namespace = namespace_of(dict[str, Canonical](identity))
     return {
         **identity,

@@ -60,23 +60,26 @@ def known_answer(
             weight = executed(weight.to(torch.bfloat16), weights).float()
         return of_any_count(weight, bias)
 
-    answer = computed_kv(model_dir, spec, prompt(spec), projection_of)
+    answer = torch.stack(dense_pass(model_dir, spec, prompt(spec), projection_of).stored)
     keep({"kv": answer}, file)
     return answer
 
 
-def computed_kv(
+def dense_pass(
     model_dir: Path,
     spec: ModelSpec,
     tokens: list[int],
     projection_of: ProjectionOf = of_any_count,
-) -> torch.Tensor:
-    """Return K (turned) and V float32 [layers, 2, tokens, heads, head_dim] of one dense pass."""
-    kv = _DenseKv(spec)
+    *,
+    with_queries: bool = False,
+) -> DenseKv:
+    """Compute a prompt in float32; of the last layer queries only where they are asked for."""
+    kv = DenseKv(spec)
     positions = torch.arange(len(tokens))
     model = load_model(model_dir, spec, dtype=torch.float32, projection_of=projection_of)
-    model.forward(torch.tensor(tokens), positions, kv, None, None, positions, positions, None)
-    return torch.stack(kv.stored)
+    last = positions[-1:] if with_queries else None
+    model.forward(torch.tensor(tokens), positions, kv, None, None, positions, positions, last)
+    return kv
 
 
 def keep(tensors: dict[str, torch.Tensor], file: Path) -> None:
@@ -102,7 +105,7 @@ def check(
     """Prefill the prompt in the pool's first slots and compare; raises Unavailable when it is
     wrong.
 
-    The pool must be unused. `offsets` [layers, heads, head_dim] were taken off K (`key_offsets`).
+    The pool must be unused. `offsets` [layers, heads, head_dim] were taken off K (`key_terms`).
     """
     layout = memory.layout
     slots = list(range(-(-TOKENS // layout.block_tokens)))
@@ -145,15 +148,17 @@ def read_back(
     return numbers @ hadamard(layout.head_dim) if rotated else numbers
 
 
-class _DenseKv:
+class DenseKv:
     """A PagedKv without pages: keeps K and V in float32 and attends by the textbook formula.
 
-    Mutable field: `stored`, one [2, tokens, heads, head_dim] a layer.
+    Mutable fields: `stored`, K (turned) and V, one [2, tokens, heads, head_dim] a layer, and
+    `queries`, turned, one [tokens, query heads, head_dim] a layer.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
         self._repeat = spec.heads // spec.kv_heads
         self.stored: list[torch.Tensor] = []
+        self.queries: list[torch.Tensor] = []
 
     def plan(
         self, tables: torch.Tensor, row_table: torch.Tensor, row_position: torch.Tensor
@@ -176,6 +181,7 @@ class _DenseKv:
         self, layer: int, q: torch.Tensor, plan: None, turn: Turn | None = None
     ) -> torch.Tensor:
         q = turned(q, turn)
+        self.queries.append(q)
         k, v = self.stored[layer].repeat_interleave(self._repeat, dim=2).unbind(0)
         scores = torch.einsum("nqd,mqd->qnm", q, k) * q.shape[-1] ** -0.5
         future = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)

@@ -32,8 +32,8 @@ KvDtype = Annotated[
     typer.Option(
         "--kv-dtype",
         metavar="fp8|int8|int4|bf16",
-        help="How K and V are stored. Beside fp8 and int8, bf16 is exact and takes twice the memory; "
-        "int4 takes three fifths and loses the most.",
+        help="How K and V are stored. Beside fp8 and int8, bf16 is exact and takes twice the "
+        "memory; int4 takes three fifths and loses the most.",
         rich_help_panel=_MODEL,
     ),
 ]

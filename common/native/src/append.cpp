@@ -3,12 +3,14 @@
 // The rules are those of common/kernels/formats.py, bit for bit: a row's largest magnitude meets the
 // largest code, its scale is bf16, codes are computed with the rounded scale, round to even, saturate.
 
+#include "carry.h"
 #include "paged.h"
 #include "threads.h"
 
 namespace {
 
-constexpr int64_t kRowsAShare = 8;
+constexpr int64_t kRowsAShare = kLanes;
+constexpr int64_t kGroupsMax = kHeadMax / 16;
 
 struct Appending {
   const Pool* pool;
@@ -54,9 +56,9 @@ uint16_t scale_of(const float* row, int64_t count, float code_max) {
   return scale_or_one(bf16_bits(value / code_max));
 }
 
-float clamped(float value, float most) {
+float clamped(float value, float least, float most) {
   value = value > most ? most : value;
-  return value < -most ? -most : value;
+  return value < least ? least : value;
 }
 
 // The e4m3 code of a number of at most 448.
@@ -73,90 +75,156 @@ unsigned char e4m3_code(float value) {
   return static_cast<unsigned char>(code | (bits >> 24 & 0x80));
 }
 
-// Stores one head's numbers as int4; a part of its scales is `step` bytes from the next.
-void quantise_groups(const float* row, int64_t count, unsigned char* codes, unsigned char* scale_at,
-                     int64_t step) {
-  const int64_t group = code_group(count), groups = count / group;
-  for (int64_t of = 0; of < groups; of++, row += group, codes += group / 2) {
-    float least = row[0], most = row[0];
-    for (int64_t i = 0; i < group; i++) {
-      // A NaN, once met, stays.
-      if (!(row[i] >= least) && least == least) least = row[i];
-      if (!(row[i] <= most) && most == most) most = row[i];
-    }
-    const uint16_t least_bits = bf16_bits(least + 0.0f);  // -0 becomes 0
-    const float low = bf16_value(least_bits);
-    const uint16_t scale_bits = scale_or_one(bf16_bits((most - low) / 15.0f));
-    memcpy(scale_at + of * step, &scale_bits, 2);
-    memcpy(scale_at + (groups + of) * step, &least_bits, 2);
-    const float scale = bf16_value(scale_bits);
-    for (int64_t i = 0; i < group; i += 2) {
-      int32_t pair[2];
-      for (int half = 0; half < 2; half++) {
-        const float ratio = (row[i + half] - low) / scale;
-        const float kept = ratio > 15.0f ? 15.0f : ratio < 0.0f ? 0.0f : ratio;
-        pair[half] = bits_of(kept + 12582912.0f) & 15;
-      }
-      codes[i / 2] = static_cast<unsigned char>(pair[0] | pair[1] << 4);
-    }
-  }
+// The scales of a row: of each group of numbers, what a code is multiplied by, and what is then added.
+struct RowScales {
+  int64_t groups, size;
+  uint16_t scale[kGroupsMax], least[kGroupsMax];
+};
+
+// A number's bits as an integer in the order of numbers, and back; NaNs are above or below all.
+int32_t in_order(int32_t bits) { return bits ^ (bits >> 31 & 0x7fffffff); }
+
+float out_of_order(int32_t place) {
+  const int32_t bits = in_order(place);
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
 }
 
-// Stores one head's numbers.
-void quantise(const Pool& pool, const float* row, unsigned char* codes, unsigned char* scale_at) {
-  const int64_t count = pool.head_dim;
-  if (pool.format == kInt4)
-    return quantise_groups(row, count, codes, scale_at, pool.block_tokens * 2);
-  if (pool.format == kBf16) {
-    for (int64_t i = 0; i < count; i++) {
-      const uint16_t bits = bf16_bits(row[i]);
-      memcpy(codes + 2 * i, &bits, 2);
-    }
-    return;
-  }
-  const float code_max = pool.format == kFp8 ? 448.0f : 127.0f;
-  const uint16_t bits = scale_of(row, count, code_max);
-  memcpy(scale_at, &bits, 2);
-  const float scale = bf16_value(bits);
-  if (pool.format == kFp8) {
-    for (int64_t i = 0; i < count; i++) codes[i] = e4m3_code(clamped(row[i] / scale, code_max));
-    return;
-  }
+// Finds an int4 group's scale and least number.
+void find_group(const float* row, int64_t count, uint16_t* scale, uint16_t* least) {
+  int32_t low = INT32_MAX, high = INT32_MIN;
   for (int64_t i = 0; i < count; i++) {
-    // Adding 1.5 * 2**23 rounds to an integer, ties to even.
-    const float rounded = clamped(row[i] / scale, code_max) + 12582912.0f;
-    codes[i] = static_cast<unsigned char>(bits_of(rounded));
+    const int32_t place = in_order(bits_of(row[i]));
+    low = place < low ? place : low;
+    high = place > high ? place : high;
+  }
+  *least = bf16_bits(out_of_order(low) + 0.0f);  // -0 becomes 0
+  *scale = scale_or_one(bf16_bits((out_of_order(high) - bf16_value(*least)) / 15.0f));
+}
+
+void find_scales(const Pool& pool, const float* row, RowScales* scales) {
+  if (pool.format != kInt4) {
+    *scales = {1, pool.head_dim, {}, {}};
+    scales->scale[0] = scale_of(row, pool.head_dim, pool.format == kFp8 ? 448.0f : 127.0f);
+    return;
+  }
+  scales->size = code_group(pool.head_dim);
+  scales->groups = pool.head_dim / scales->size;
+  for (int64_t i = 0; i < scales->groups; i++)
+    find_group(row + i * scales->size, scales->size, &scales->scale[i], &scales->least[i]);
+}
+
+void store_scales(const Pool& pool, const RowScales& scales, unsigned char* at) {
+  const int64_t step = pool.block_tokens * 2;
+  for (int64_t i = 0; i < scales.groups; i++) {
+    memcpy(at + i * step, &scales.scale[i], 2);
+    if (pool.format == kInt4) memcpy(at + (scales.groups + i) * step, &scales.least[i], 2);
   }
 }
 
-void subtract(const Pool& pool, int64_t layer, int64_t head, float* numbers) {
-  const float* offsets = pool.key_offsets + (layer * pool.kv_heads + head) * pool.head_dim;
-  for (int64_t i = 0; i < pool.head_dim; i++) numbers[i] -= offsets[i];
+// Turns numbers into units of their scales.
+void divide(const RowScales& scales, float* row) {
+  for (int64_t group = 0; group < scales.groups; group++, row += scales.size) {
+    const float scale = bf16_value(scales.scale[group]), least = bf16_value(scales.least[group]);
+    for (int64_t i = 0; i < scales.size; i++) row[i] = (row[i] - least) / scale;
+  }
 }
 
-void append_row(const Appending& work, int64_t row) {
-  const Pool& pool = *work.pool;
-  const int64_t offset = work.offsets[row];
-  unsigned char* slot = pool.memory + work.slots[row] * pool.block_size;
-  alignas(64) float numbers[kHeadMax];
-  for (int64_t head = 0; head < pool.kv_heads; head++) {
-    const Place place = place_of(pool, work.layer, head);
-    for (int value = 0; value < 2; value++) {
-      read_head(work.rows[value], row, head, pool.head_dim, value ? nullptr : work.turn, numbers);
-      if (!value && pool.key_offsets != nullptr) subtract(pool, work.layer, head, numbers);
-      if (value ? pool.value_rotated : pool.key_rotated)
-        rotate(numbers, pool.head_dim, pool.rotation);
-      quantise(pool, numbers, slot + place.codes[value] + offset * pool.row_size,
-               slot + place.scales[value] + 2 * offset);
+// The nearest integer, ties to even, in the lowest bits: what adding 1.5 * 2**23 rounds to.
+unsigned char integer_code(float ratio) {
+  return static_cast<unsigned char>(bits_of(ratio + 12582912.0f));
+}
+
+// Stores the codes of numbers in units of their scales.
+void store_codes(const Pool& pool, const float* ratios, unsigned char* codes) {
+  const int64_t count = pool.head_dim;
+  if (pool.format == kFp8)
+    for (int64_t i = 0; i < count; i++) codes[i] = e4m3_code(clamped(ratios[i], -448.0f, 448.0f));
+  if (pool.format == kInt8)
+    for (int64_t i = 0; i < count; i++) codes[i] = integer_code(clamped(ratios[i], -127.0f, 127.0f));
+  if (pool.format == kInt4)
+    for (int64_t i = 0; i < count / 2; i++) {
+      const unsigned char low = integer_code(clamped(ratios[2 * i], 0.0f, 15.0f)) & 15;
+      const unsigned char high = integer_code(clamped(ratios[2 * i + 1], 0.0f, 15.0f)) & 15;
+      codes[i] = static_cast<unsigned char>(low | high << 4);
     }
+}
+
+void store_bf16(const float* row, int64_t count, unsigned char* codes) {
+  for (int64_t i = 0; i < count; i++) {
+    const uint16_t bits = bf16_bits(row[i]);
+    memcpy(codes + 2 * i, &bits, 2);
+  }
+}
+
+// Reads a head as it is to be stored, but for its format.
+void read_row(const Appending& work, int64_t row, int64_t head, int value, float* numbers) {
+  const Pool& pool = *work.pool;
+  read_head(work.rows[value], row, head, pool.head_dim, value ? nullptr : work.turn, numbers);
+  if (!value && pool.key_offsets != nullptr) {
+    const float* offsets = pool.key_offsets + (work.layer * pool.kv_heads + head) * pool.head_dim;
+    for (int64_t i = 0; i < pool.head_dim; i++) numbers[i] -= offsets[i];
+  }
+  if (value ? pool.value_rotated : pool.key_rotated) rotate(numbers, pool.head_dim, pool.rotation);
+}
+
+// Puts a row into a lane, and gets it back.
+void put_lane(const RowScales& scales, const float* row, int64_t lane, Sixteen* rows) {
+  for (int64_t i = 0; i < scales.groups * scales.size; i++) rows->numbers[i * kLanes + lane] = row[i];
+  for (int64_t i = 0; i < scales.groups; i++) {
+    rows->scale[i * kLanes + lane] = bf16_value(scales.scale[i]);
+    rows->least[i * kLanes + lane] = bf16_value(scales.least[i]);
+  }
+}
+
+void get_lane(const Sixteen& rows, int64_t count, int64_t lane, float* row) {
+  for (int64_t i = 0; i < count; i++) row[i] = rows.numbers[i * kLanes + lane];
+}
+
+// Stores K or V of one head of rows [first, stop), at most 16.
+void append_head(const Appending& work, int64_t first, int64_t stop, int64_t head, int value) {
+  const Pool& pool = *work.pool;
+  const Place place = place_of(pool, work.layer, head);
+  const bool in_turn = !value && pool.key_carry != nullptr && pool.format != kBf16;
+  alignas(64) float numbers[kHeadMax];
+  Sixteen rows;
+  if (in_turn) memset(&rows, 0, sizeof(rows));
+  for (int64_t row = first; row < stop; row++) {
+    const int64_t offset = work.offsets[row];
+    unsigned char* slot = pool.memory + work.slots[row] * pool.block_size;
+    unsigned char* codes = slot + place.codes[value] + offset * pool.row_size;
+    read_row(work, row, head, value, numbers);
+    if (pool.format == kBf16) {
+      store_bf16(numbers, pool.head_dim, codes);
+      continue;
+    }
+    RowScales scales;
+    find_scales(pool, numbers, &scales);
+    store_scales(pool, scales, slot + place.scales[value] + 2 * offset);
+    if (in_turn) {
+      put_lane(scales, numbers, row - first, &rows);
+      continue;
+    }
+    divide(scales, numbers);
+    store_codes(pool, numbers, codes);
+  }
+  if (!in_turn) return;
+  const int64_t matrix = work.layer * pool.kv_heads + head;
+  round_in_turn(pool, &rows, pool.key_carry + matrix * pool.head_dim * pool.head_dim);
+  for (int64_t row = first; row < stop; row++) {
+    unsigned char* slot = pool.memory + work.slots[row] * pool.block_size;
+    get_lane(rows, pool.head_dim, row - first, numbers);
+    store_codes(pool, numbers, slot + place.codes[value] + work.offsets[row] * pool.row_size);
   }
 }
 
 void append_share(void* context, int64_t part) {
   const Appending& work = *static_cast<const Appending*>(context);
-  const int64_t stop = (part + 1) * kRowsAShare;
-  for (int64_t row = part * kRowsAShare; row < stop && row < work.count; row++)
-    append_row(work, row);
+  const int64_t first = part * kRowsAShare, rest = work.count - first;
+  const int64_t stop = first + (rest < kRowsAShare ? rest : kRowsAShare);
+  for (int64_t head = 0; head < work.pool->kv_heads; head++)
+    for (int value = 0; value < 2; value++) append_head(work, first, stop, head, value);
 }
 
 }  // namespace

@@ -123,6 +123,10 @@ KVASS_INLINE Ints operator&(const Ints& a, const Ints& b) {
   Ints out;
   KVASS_EACH(a.part[i] & b.part[i])
 }
+KVASS_INLINE Ints operator|(const Ints& a, const Ints& b) {
+  Ints out;
+  KVASS_EACH(a.part[i] | b.part[i])
+}
 KVASS_INLINE Ints operator<<(const Ints& a, int count) {
   Ints out;
   KVASS_EACH(a.part[i] << count)

@@ -13,6 +13,8 @@ enum Format : int64_t { kFp8 = 0, kInt8 = 1, kBf16 = 2, kInt4 = 3 };
 // matrix, `key_rotated` and `value_rotated` say what is stored rotated. `window` is how many positions
 // a row attends to, its own the last, and `soft_cap` bounds scores by cap * tanh(score / cap); 0: off.
 // `key_offsets` [layer][KV head][number] are taken off K before it is rotated and stored; null: none.
+// `key_carry` [layer][KV head][number][number] is what K's numbers are rounded in turn by (carry.h);
+// null: each is rounded by itself.
 struct Pool {
   unsigned char* memory;
   int64_t block_size, group_size, layer_size, record_size, codes_size, row_size, scale_parts;
@@ -21,6 +23,7 @@ struct Pool {
   int64_t window;
   double soft_cap;
   const float* key_offsets;
+  const float* key_carry;
 };
 
 // Where a KV head's numbers are in every slot: offsets from the slot's start.
