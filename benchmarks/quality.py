@@ -11,7 +11,7 @@ kept in float32. Every position's distribution of the next token is compared:
 
 Weights are executed in float32 (they are exact in it), so that nothing but the format differs: with
 bf16 products the rounding of sums hides int8's error. Texts are the longest of Python's own
-documentation (`pydoc_data.topics`), each from its beginning.
+documentation (`pydoc_data.topics`), each from its beginning. The last table is README's.
 
     python benchmarks/quality.py [--quick] [--json FILE]
 """
@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,24 +189,57 @@ def figures_of(context: int, losses: dict[str, Loss]) -> list[Figure]:
     return figures
 
 
+def stored_bits(name: str, spec: ModelSpec) -> float:
+    """Return how many bits a way of storing KV has for a number, scales included."""
+    if name not in KV_DTYPES:
+        return 32 if name == EXACT else 8
+    kv_dtype = next(each for each in KV_DTYPES if each == name)
+    layout = BlockLayout(1, 1, spec.head_dim, BLOCK, kv_dtype)
+    return 8 * (layout.codes_size + layout.scales_size) / (BLOCK * spec.head_dim)
+
+
+def table_of(results: dict[int, dict[str, Loss]], spec: ModelSpec) -> str:
+    """Return all that was measured as Markdown: a row a format, three columns a context."""
+    columns = ["KV as", "bits a number"]
+    for context in results:
+        columns += [f"{context:,} tokens: divergence, millinats", "perplexity", "same best token"]
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    for name in next(iter(results.values())):
+        cells = [name, f"{stored_bits(name, spec):g}"]
+        for losses in results.values():
+            loss = losses[name]
+            cells += [
+                f"{1000 * loss.divergence / loss.rows:.2f}",
+                f"{math.exp(loss.surprise / loss.known):.3f}",
+                f"{100 * loss.agreed / loss.rows:.2f} %",
+            ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 @torch.inference_mode()
-def measure(contexts: dict[int, int]) -> list[Figure]:
+def measure(contexts: dict[int, int]) -> tuple[dict[int, dict[str, Loss]], ModelSpec]:
+    """Return what every way loses at each context, and the model's spec."""
     served = rig.Served.load()
     spec = load_spec(served.folder)
     model = load_model(served.folder, spec, dtype=torch.float32)
     with tempfile.TemporaryDirectory() as folder:
         terms = key_terms(served.folder, spec, Path(folder, "terms.safetensors"))
-    figures: list[Figure] = []
+    results = {}
     for context, count in contexts.items():
-        figures += figures_of(context, losses_of(model, texts_of(served, context, count), terms))
-        print(f"context of {context}: {count} texts", file=sys.stderr)
-    return figures
+        started_s = time.monotonic()
+        results[context] = losses_of(model, texts_of(served, context, count), terms)
+        took_s = time.monotonic() - started_s
+        print(f"context of {context}: {count} texts, {took_s:.0f} s", file=sys.stderr)
+    return results, spec
 
 
 def main() -> None:
     given = rig.options((__doc__ or "").splitlines()[0])
-    figures = measure(QUICK_CONTEXTS if given.quick else CONTEXTS)
+    results, spec = measure(QUICK_CONTEXTS if given.quick else CONTEXTS)
+    figures = [each for context, losses in results.items() for each in figures_of(context, losses)]
     rig.report("What formats of KV lose, beside KV in float32", figures, given.json)
+    print(table_of(results, spec))
 
 
 if __name__ == "__main__":

@@ -61,3 +61,13 @@ def test_a_loss_is_the_mean_over_positions() -> None:
     assert perplexity.value == pytest.approx(2)
     assert perplexity.reference_value == pytest.approx(4)
     assert figures["2, unscaled e4m3: same best token"].value == 50
+    lines = quality.table_of({2: losses, 2048: losses}, SPEC).splitlines()
+    assert lines[0].startswith("| KV as | bits a number | 2 tokens: divergence, millinats |")
+    assert lines[0].count("|") == lines[1].count("|") == 9 and "| 2,048 tokens: " in lines[0]
+    assert lines[2].startswith("| float32 | 32 | 0.00 | 4.000 | 100.00 % | 0.00 |")
+    assert lines[3].startswith(f"| unscaled e4m3 | 8 | {divergence:.2f} | 2.000 | 50.00 % |")
+
+
+def test_bits_count_scales() -> None:
+    bits = {name: quality.stored_bits(name, SPEC) for name in (*quality.KV_DTYPES, "float32")}
+    assert bits == {"fp8": 9, "int8": 9, "int4": 6, "bf16": 16, "float32": 32}  # heads of 16
