@@ -67,9 +67,11 @@ def timed(calls: dict[str, Call], repetitions: int) -> dict[str, float]:
 class Pool:
     """Full slots and kernels over them. Mutable: nothing after making."""
 
-    def __init__(self, kv_dtype: KvDtype) -> None:
-        self.layout = BlockLayout(LAYERS, KV_HEADS, DEPTH, BLOCK, kv_dtype)
-        self.memory = SlotMemory(self.layout, POOL_BYTES // self.layout.block_size)
+    def __init__(
+        self, kv_dtype: KvDtype, block_tokens: int = BLOCK, size_bytes: int = POOL_BYTES
+    ) -> None:
+        self.layout = BlockLayout(LAYERS, KV_HEADS, DEPTH, block_tokens, kv_dtype)
+        self.memory = SlotMemory(self.layout, size_bytes // self.layout.block_size)
         generator = np.random.default_rng(1)
         for slot in self.memory.array:  # numbers near 1, and scales that are small
             slot[:] = generator.integers(0x20, 0x38, len(slot), dtype=np.uint8)
@@ -78,7 +80,7 @@ class Pool:
     def tables(self, rows: int, context: int) -> torch.Tensor:
         """Return slots int64 [rows, blocks], each row's in random order and distinct."""
         generator = torch.Generator().manual_seed(1)
-        slots, blocks = self.memory.slots, context // BLOCK
+        slots, blocks = self.memory.slots, context // self.layout.block_tokens
         together = torch.cat(
             [torch.randperm(slots, generator=generator) for _ in range(rows * blocks // slots + 1)]
         )
@@ -101,7 +103,8 @@ class Pool:
 
     def plain_read(self, tables: torch.Tensor) -> Call:
         rows, blocks = tables.shape
-        sums = np.empty(rows * (-(-blocks * BLOCK // SPLIT)) * KV_HEADS, dtype=np.uint64)
+        splits = -(-blocks * self.layout.block_tokens // SPLIT)
+        sums = np.empty(rows * splits * KV_HEADS, dtype=np.uint64)
         word, address = ctypes.c_int64, ctypes.c_void_p
         read = library.function(
             "kvass_read_layer", None, address, word, word, word, address, word, address

@@ -137,14 +137,15 @@ def process(target: Callable[..., None], *arguments: object) -> Iterator[Any]:
 class Memcpy:
     """Copies of single blocks within this process, by one core."""
 
-    def __init__(self, rows: int, layout: BlockLayout = LAYOUT) -> None:
-        self._source = SlotMemory(layout, rows * BLOCKS)
+    def __init__(self, rows: int, layout: BlockLayout = LAYOUT, blocks: int = BLOCKS) -> None:
+        self._source = SlotMemory(layout, rows * blocks)
         self._source.array[:] = 7
+        self._blocks = blocks
         self._size = layout.block_size
 
     def copy_s(self, target: SlotMemory, row: int) -> float:
         source = self._source
-        slots = range(row * BLOCKS, (row + 1) * BLOCKS)
+        slots = range(row * self._blocks, (row + 1) * self._blocks)
         pairs = [(target.address_of(slot), source.address_of(slot)) for slot in slots]
         started_s = time.perf_counter()
         for to, of in pairs:

@@ -10,6 +10,7 @@ import torch
 
 import quality
 from dense_kv import DenseKv
+from kvass.common.block import KV_DTYPES
 from kvass.common.kernels.seam import PagedKv
 from kvass.common.kernels.turn import Turn
 from kvass.common.model.spec import ModelSpec
@@ -69,5 +70,5 @@ def test_a_loss_is_the_mean_over_positions() -> None:
 
 
 def test_bits_count_scales() -> None:
-    bits = {name: quality.stored_bits(name, SPEC) for name in (*quality.KV_DTYPES, "float32")}
+    bits = {name: quality.stored_bits(name, SPEC) for name in (*KV_DTYPES, "float32")}
     assert bits == {"fp8": 9, "int8": 9, "int4": 6, "bf16": 16, "float32": 32}  # heads of 16
