@@ -13,15 +13,16 @@ from kvass.common.model.known_answer import read_back
 from kvass.common.pool.memory import SlotMemory
 
 # The largest relative L2 error of one head's K, and V, in one layer of a block that honest workers
-# can come to where their sums are made in another order: twice what `benchmarks/audit.py` measured
-# for the default model, with the same products from other kernels (AVX2, AVX-512 without BF16) and
-# with weights in float32. K carries less of it, and tells positions apart. A flipped bit of low
-# worth is within these bounds; another head, layer, position or token is not. Between workers that
-# are deterministic and of one namespace nothing differs, and the audit allows nothing.
+# can come to where their sums are made in another order: twice (of int4, 1.4 times) what
+# `benchmarks/audit.py` measured for the default model, with the same products from other kernels
+# (AVX2, AVX-512 without BF16) and with weights in float32. K carries less of it, and tells
+# positions apart. A flipped bit of low worth is within these bounds; another head, layer, position
+# or token is not. Between workers that are deterministic and of one namespace nothing differs, and
+# the audit allows nothing.
 BOUNDS: dict[KvDtype, tuple[float, float]] = {
     "fp8": (0.16, 0.34),
     "int8": (0.06, 0.12),
-    "int4": (0.5, 0.7),
+    "int4": (0.28, 0.38),
     "bf16": (0.04, 0.07),
 }
 
