@@ -24,6 +24,7 @@ from kvass.common.block import KvDtype, code_group
 E4M3_MAX = 448.0
 INT8_MAX = 127.0
 INT4_MAX = 15.0
+LARGEST_CODE = 480.0  # no code of a format with scales reads as more
 CODE_DTYPES: dict[KvDtype, torch.dtype] = {
     "fp8": torch.float8_e4m3fn,
     "int8": torch.int8,

@@ -152,6 +152,15 @@ struct Codes<kInt4> {
   }
 };
 
+// Bytes of a row.
+template <class Code>
+constexpr int64_t row_size(int64_t numbers) {
+  if constexpr (Code::kGrouped)
+    return numbers / 2;
+  else
+    return numbers * Code::kBytes;
+}
+
 // --- turning 16 rows of bytes over ---
 
 typedef uint16_t Words8 __attribute__((vector_size(16)));
@@ -274,6 +283,16 @@ struct Scales {
   const unsigned char* at;
   int64_t step;
   KVASS_INLINE Floats part(int64_t which) const { return Codes<kBf16>::decode(at + which * step); }
+  // At least the largest magnitudes of rows of `numbers`; a NaN where there is one.
+  Floats largest(int64_t numbers) const {
+    const int64_t groups = numbers / code_group(numbers);
+    const Ints magnitude = splat_int(0x7fffffff);
+    Floats sum = splat(0.0f);
+    for (int64_t of = 0; of < groups; of++)
+      sum = sum + from_bits(bits_of(part(of)) & magnitude) * splat(15.0f) +
+            from_bits(bits_of(part(groups + of)) & magnitude);
+    return sum;
+  }
 };
 
 // Decodes 16 int4 rows of `numbers` to out[number][row].
