@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from kvass.common.block import BlockLayout
@@ -61,6 +62,21 @@ class NativePool:
         slots = self.tables[sequence][positions // self.layout.block_tokens]
         kv.append(layer, k, v, slots, positions % self.layout.block_tokens)
 
+    def poison(self, sequence: int, positions: range, word: int, *, value: bool) -> None:
+        """Overwrite layer 0's scales of K or V with a bf16, and its numbers with the same bytes."""
+        layout = self.layout
+        number = np.frombuffer(word.to_bytes(2, "little"), dtype=np.uint8)
+        width = layout.head_dim * layout.code_bytes
+        for position in positions:
+            slot = self.memory.array[int(self.tables[sequence, position // layout.block_tokens])]
+            token = position % layout.block_tokens
+            for head in range(layout.kv_heads):
+                at = layout.code_offset(head, 0, value, token)
+                slot[at : at + width] = np.tile(number, width // 2)
+                if layout.has_scales:
+                    at = layout.scale_offset(head, 0, value, token)
+                    slot[at : at + 2] = number
+
     def stored(self, sequence: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Read K and V float64 [length, H, D] by `BlockLayout`'s offsets, rotated as they are."""
         layout, length = self.layout, self.lengths[sequence]
@@ -101,6 +117,17 @@ def exact_hadamard(head_dim: int) -> torch.Tensor:
     signs = [[(-1.0) ** (i & j).bit_count() for j in range(width)] for i in range(width)]
     block = torch.tensor(signs, dtype=torch.float64) / math.sqrt(width)
     return torch.kron(torch.eye(head_dim // width, dtype=torch.float64), block)
+
+
+def rounded_queries(layout: BlockLayout, queries: torch.Tensor) -> torch.Tensor:
+    """Return queries, float64, that the kernels with bf16 products would not have to round."""
+    rotation = exact_hadamard(layout.head_dim)
+    factor = math.log2(math.e) / math.sqrt(layout.head_dim)
+    turned = queries.double()
+    if layout.kv_dtype != "bf16":
+        turned = turned @ rotation
+    kept = (turned * factor).float().bfloat16().double() / factor
+    return kept if layout.kv_dtype == "bf16" else kept @ rotation
 
 
 def exact_attention(

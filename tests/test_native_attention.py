@@ -15,9 +15,12 @@ from kvass.common.kernels.seam import PagedKv
 from kvass.common.kernels.torch_paged import TorchPagedKv
 from kvass.common.native import library
 from kvass.common.pool.memory import SlotMemory
-from native_pools import NativePool, exact_attention
+from native_pools import NativePool, exact_attention, rounded_queries
 
-FUSED = [level for level in library.levels() if level != "portable"] or ["portable"]
+# Levels of one arithmetic: float32 with fused products, and bf16 products.
+FUSED = [level for level in library.levels() if level in ("avx2", "avx512")] or ["portable"]
+PAIRS = "avx512bf16"
+ALIKE = [FUSED, *([[PAIRS]] if PAIRS in library.levels() else [])]
 
 
 @pytest.fixture
@@ -30,6 +33,34 @@ def generator() -> torch.Generator:
 @pytest.fixture(params=library.levels())
 def level(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+def check(
+    found: torch.Tensor,
+    pool: NativePool,
+    rows: list[tuple[int, int]],
+    queries: torch.Tensor,
+    layer: int,
+    level: str,
+    **options: float,
+) -> None:
+    """Compare with attention in float64; errors are absolute, outputs are some 0.5 on average.
+
+    float32: 2e-5 at most (3e-6 was seen). bf16 products round queries, which moves scores: with
+    queries three times as large as a model's, 1.6e-3 on average (0.02 at most) was seen. Of what is
+    left, given the rounded queries, weights are the cause: 3.4e-4 on average and 3e-3 at most was
+    seen, and no bias: the mean of all errors is far smaller.
+    """
+    exact = exact_attention(pool, rows, queries, layer, **options)  # type: ignore[arg-type]
+    if level != PAIRS:
+        assert float((found - exact).abs().max()) < 2e-5
+        return
+    assert float((found - exact).square().mean().sqrt()) < 5e-3
+    rounded = rounded_queries(pool.layout, queries)
+    errors = found - exact_attention(pool, rows, rounded, layer, **options)  # type: ignore[arg-type]
+    assert float(errors.abs().max()) < 8e-3
+    assert float(errors.square().mean().sqrt()) < 8e-4
+    assert abs(float(errors.mean())) < 8e-5
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -77,8 +108,7 @@ def test_attention_is_right(
     rows += [(3, position) for position in range(40, 130)]
     queries = 3 * pool.random(len(rows), query_heads, depth)
     out = pool.attend(pool.kernels(query_heads, level=level), rows, queries, layer=1)
-    error = (out - exact_attention(pool, rows, queries, 1)).abs().max()
-    assert error < 2e-5, float(error)
+    check(out, pool, rows, queries, 1, level)
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
@@ -92,28 +122,32 @@ def test_windows_and_soft_caps(
     rows = [(0, 4), (1, 199), (2, 2299), (2, 63), (2, 64)]
     rows += [(2, position) for position in range(2200, 2290)]
     queries = 3 * pool.random(len(rows), 6, 64)
-    exact = exact_attention(pool, rows, queries, 0, window=window, soft_cap=soft_cap)
     kv = pool.kernels(6, level=level, window=window, soft_cap=soft_cap)
-    assert (pool.attend(kv, rows, queries) - exact).abs().max() < 2e-5
+    found = pool.attend(kv, rows, queries)
+    check(found, pool, rows, queries, 0, level, window=window, soft_cap=soft_cap)
     if window:
         pool.memory.array[pool.tables[2][: (2200 - window) // 16].numpy()] = 0xFF
         late = slice(5, None)
-        again = pool.attend(kv, rows[late], queries[late])
-        assert (again - exact[late]).abs().max() < 2e-5
+        assert same_bits(pool.attend(kv, rows[late], queries[late]), found[late])
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize(("heads", "tokens"), [((9, 3), 16), ((8, 1), 16), ((2, 2), 11)])
+@pytest.mark.parametrize("alike", ALIKE)
 def test_a_row_has_the_same_bits_in_any_company(
-    kv_dtype: KvDtype, heads: tuple[int, int], tokens: int, generator: torch.Generator
+    kv_dtype: KvDtype,
+    heads: tuple[int, int],
+    tokens: int,
+    alike: list[str],
+    generator: torch.Generator,
 ) -> None:
-    """Alone, in a prefill, permuted, in chunks, on one thread or more, at any level with FMA."""
+    """Alone, in a prefill, permuted, in chunks, on some threads, at levels that are alike."""
     layout = BlockLayout(1, heads[1], 64, tokens, kv_dtype)
     pool = NativePool.of(layout, heads[0], [2600, 300, 40], generator)
     rows = [(0, p) for p in range(2100, 2600)] + [(1, p) for p in range(300)] + [(2, 39), (0, 7)]
     queries = 3 * pool.random(len(rows), heads[0], 64)
-    whole = pool.attend(pool.kernels(heads[0], threads=1), rows, queries)
-    for at_level in FUSED:
+    whole = pool.attend(pool.kernels(heads[0], threads=1, level=alike[0]), rows, queries)
+    for at_level in alike:
         for threads in (1, 2, 5):
             kv = pool.kernels(heads[0], threads=threads, level=at_level)
             assert same_bits(pool.attend(kv, rows, queries), whole), (at_level, threads)
@@ -122,7 +156,7 @@ def test_a_row_has_the_same_bits_in_any_company(
                 for i in range(0, len(rows), 97)
             ]
             assert same_bits(torch.cat(cut), whole), (at_level, threads)
-    kv = pool.kernels(heads[0], threads=2)
+    kv = pool.kernels(heads[0], threads=2, level=alike[0])
     order = torch.randperm(len(rows), generator=generator)
     shuffled = pool.attend(kv, [rows[i] for i in order.tolist()], queries[order])
     assert same_bits(shuffled, whole[order])
@@ -131,12 +165,12 @@ def test_a_row_has_the_same_bits_in_any_company(
         assert same_bits(alone[0], whole[index]), rows[index]
 
 
-def test_windows_change_no_bits_by_company(generator: torch.Generator) -> None:
+def test_windows_change_no_bits_by_company(level: str, generator: torch.Generator) -> None:
     layout = BlockLayout(1, 1, 64, 16, "fp8")
     pool = NativePool.of(layout, 3, [2600], generator)
     rows = [(0, p) for p in range(1000, 2600, 3)]
     queries = pool.random(len(rows), 3, 64)
-    kv = pool.kernels(3, threads=2, window=900)
+    kv = pool.kernels(3, threads=2, window=900, level=level)
     whole = pool.attend(kv, rows, queries)
     for index in range(0, len(rows), 41):
         alone = pool.attend(kv, [rows[index]], queries[index : index + 1])
@@ -148,9 +182,10 @@ def test_bits_name_the_arithmetic() -> None:
     memory = SlotMemory(layout, 1)
     names = {level: NativePagedKv(memory, layout, 1, level=level).bits for level in FUSED}
     assert len(set(names.values())) == 1 and "torch" not in names.values()
-    if "portable" in library.levels() and "avx2" in library.levels():
-        # x86 without FMA rounds products: it must not share blocks with the others.
-        assert NativePagedKv(memory, layout, 1, level="portable").bits not in names.values()
+    others = {"portable", PAIRS} & set(library.levels()) - set(FUSED)
+    # x86 without FMA rounds products, and bf16 products are others: neither may share blocks.
+    found = {NativePagedKv(memory, layout, 1, level=level).bits for level in others}
+    assert len(found) == len(others) and not found & set(names.values())
 
 
 def test_queries_are_read_where_they_lie(generator: torch.Generator) -> None:

@@ -18,6 +18,7 @@ from kvass.common.block import KvDtype
 
 E4M3_MAX = 448.0
 INT8_MAX = 127.0
+LARGEST_CODE = 480.0  # no code of a format with scales reads as more
 CODE_DTYPES: dict[KvDtype, torch.dtype] = {
     "fp8": torch.float8_e4m3fn,
     "int8": torch.int8,

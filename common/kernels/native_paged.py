@@ -5,9 +5,10 @@ read where a product left them. A plan is two tensors' addresses and how the ste
 library decides once a step.
 
 *A row's bits depend on its query, its position and the stored keys before it only*, by the order of
-every sum, on any number of threads and at every level but x86 without FMA. `bits` is a hash of
-results, for `model/device_kind.py`. One thread at a time may use an instance: it owns the memory
-that partial results are in.
+every sum, on any number of threads; what is stored elsewhere, NaN or not, changes none. Levels have
+the same bits but two: x86 without FMA, and avx512bf16, whose products are of bf16 numbers with
+float32 sums (`pairs.h`). `bits` is a hash of results, for `model/device_kind.py`. One thread at a
+time may use an instance: it owns the memory that partial results are in.
 """
 
 from __future__ import annotations

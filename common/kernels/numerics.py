@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 # Bump it whenever an implementation changes a bit of what is stored.
-NUMERICS = "paged-2"
+NUMERICS = "paged-3"
 
 # What bf16 weights are executed as (`weight_formats.py`), and its name in the namespace: all that
 # changes a value.

@@ -3,6 +3,9 @@
 Views of scratch memory are made once a frame and used by every layer of its steps: an operation
 costs some microseconds whatever its size, and there are tens of them a layer.
 
+What a row does not see changes no bit of it, whatever is stored there: its score is replaced, and a
+V that is not finite is made 0, so that a weight of 0 takes it away. Rows that do see it get NaN.
+
 It refuses to know how a step was cut (`torch_plan`) and where a layer's records are: it is handed
 the records' view.
 """
@@ -14,8 +17,8 @@ from collections.abc import Sequence
 import torch
 
 from kvass.common.block import BlockLayout
-from kvass.common.kernels.formats import decode_into
-from kvass.common.kernels.torch_plan import Chunk, Contents, Group, Shape
+from kvass.common.kernels.formats import LARGEST_CODE, decode_into
+from kvass.common.kernels.torch_plan import MASKED, Chunk, Contents, Group, Shape
 from kvass.common.kernels.torch_records import Scratch, split_records
 
 
@@ -42,6 +45,7 @@ class ChunkWork:
         self._unsafe = bits.view(torch.int32).view(2, items, heads, tile, -1)[:, first:]
         keys, self._values = self._decoded.view(2, batch, tile, shape.head_dim)
         self._keys = keys.transpose(1, 2)
+        self._broken = scratch.take("broken", (batch, tile), torch.bool)
         self._queries = scratch.take("queries", (batch * group.rows, shape.head_dim))
         self._tiles = self._queries.view(batch, group.rows, -1)
         self._scores = scratch.take("scores", (batch, group.rows, tile))
@@ -59,23 +63,30 @@ class ChunkWork:
         self._decode(whole, contents)
         torch.index_select(queries, 0, self._chunk.queries, out=self._queries)
         torch.bmm(self._tiles, self._keys, out=self._scores)
+        if bool(self._broken.any()):
+            self._values.masked_fill_(self._broken.unsqueeze(-1), 0.0)
+            self._scores.masked_fill_(self._broken.unsqueeze(1), torch.nan)
         if self._chunk.masked:
-            self._hidden.add_(contents.bias)
+            self._hidden.masked_fill_(contents.hidden, MASKED)
         torch.amax(self._scores, -1, out=self._tops)
         torch.softmax(self._scores, -1, out=self._chances)
         torch.amax(self._chances, -1, out=self._peaks)
         torch.bmm(self._chances, self._values, out=self._outputs)
 
     def _decode(self, whole: torch.Tensor, contents: Contents) -> None:
-        """Gather records and decode them, with 0 for what is not stored (a slot's garbage, NaN too:
-        it meets weights of zero later)."""
+        """Gather records and decode them, with 0 for what is not stored (a slot's garbage). Find
+        the positions whose V is not finite."""
         torch.index_select(whole, 0, contents.slots, out=self._raw)
         if self._scales is None or self._stored_scales is None:
             self._decoded.copy_(self._codes)
             self._unsafe.bitwise_and_(contents.keep)
+            sizes = torch.linalg.vector_norm(self._values, torch.inf, -1)
+            torch.logical_not(sizes.isfinite(), out=self._broken)
             return
         self._scales.copy_(self._stored_scales)
         self._unsafe.bitwise_and_(contents.keep)
+        largest = self._scales[1].view(self._broken.shape) * LARGEST_CODE
+        torch.logical_not(largest.isfinite(), out=self._broken)
         decode_into(self._decoded, self._codes, self._scales, self._halves)
 
 

@@ -98,13 +98,13 @@ class Contents(NamedTuple):
     """What a chunk's items read in one step, and what they must not see.
 
     `slots` int64 [items * blocks of a key tile]; past the context, its last slot again. For the
-    masked items, `bias` float32 [masked, 1, M, T] hides what lies beyond each row's own position;
+    masked items, `hidden` bool [masked, 1, M, T] is what lies beyond each row's own position;
     `keep` int32 [masked, 1, T, 1] is 0 beyond the row tile's last position, where slots hold
     garbage, and -1 up to it.
     """
 
     slots: torch.Tensor
-    bias: torch.Tensor
+    hidden: torch.Tensor
     keep: torch.Tensor
 
 
@@ -198,7 +198,6 @@ def contents(shape: Shape, group: Group, tables: Ints, row_position: Ints) -> li
     slots = tables[places.table, np.minimum(places.blocks, last)]
     own = row_position[places.masked_rows][:, None, :, None]
     hidden = places.key_positions[:, None, None] > own
-    bias = np.where(hidden, np.float32(MASKED), np.float32(0))
     stored = places.key_positions <= row_position[places.masked_last][:, None]
     keep = -stored.astype(np.int32)[:, None, :, None]
     found: list[Contents] = []
@@ -207,7 +206,7 @@ def contents(shape: Shape, group: Group, tables: Ints, row_position: Ints) -> li
         items = slots[chunk.start : chunk.start + chunk.count].reshape(-1)
         part = slice(masked, masked + chunk.masked)
         masked += chunk.masked
-        parts = (items, bias[part], keep[part])
+        parts = (items, hidden[part], keep[part])
         found.append(Contents(*(torch.from_numpy(part) for part in parts)))
     return found
 

@@ -13,7 +13,6 @@
 namespace {
 
 constexpr int64_t kSplit = 1024;        // positions; a multiple of kTile
-constexpr int64_t kQueriesMax = 192;    // of one KV head in a group: what a decoded tile is used for
 constexpr int64_t kNumbersMax = 24576;  // in a group's queries
 constexpr int64_t kSharesAThread = 4;   // a group is cut into splits when it is more than such a share
 
@@ -126,9 +125,10 @@ struct Results {
 // One thread's room.
 struct Room {
   Tile tile;
-  alignas(64) float queries[kNumbersMax];
+  alignas(64) Unit queries[kNumbersMax / kUnit];
+  Seen seen[kQueriesMax];  // positions that a query sees
   alignas(64) float output[2][kNumbersMax];
-  Sum sums[kQueriesMax];
+  Sums sums;
   float greatest[2][kQueriesMax], weight[2][kQueriesMax];
 };
 
@@ -145,72 +145,79 @@ Results partial_of(const Work& work, const Group& group, int64_t head, int64_t s
   return {at + output, at + output + queries, at};
 }
 
-// Reads a group's queries of a KV head: turned, rotated as K is, and scaled so that 2**score is what
+// Reads a group's queries of a KV head and where they are: turned, rotated as K is, and scaled so that 2**score is what
 // softmax wants.
-void read_queries(const Work& work, const Group& group, int64_t head, float* out) {
+void read_queries(const Work& work, const Group& group, int64_t head, Room* room) {
   const Pool& pool = *work.pool;
   const int64_t share = heads_a_head(pool), head_dim = pool.head_dim;
   const Floats factor =
       splat(static_cast<float>(1.4426950408889634 / __builtin_sqrt(static_cast<double>(head_dim))));
+  alignas(64) float numbers[kHeadMax];
   for (int64_t query = 0; query < group.rows * share; query++) {
-    float* at = out + query * head_dim;
-    read_head(work.queries, group.row + query / share, head * share + query % share, head_dim,
-              work.turn, at);
-    if (pool.key_rotated) rotate(at, head_dim, pool.rotation);
-    for (int64_t i = 0; i < head_dim; i += kLanes) store(at + i, load(at + i) * factor);
+    const int64_t row = group.row + query / share, position = work.step->row_position[row];
+    room->seen[query] = {first_position(pool, position), position + 1};
+    read_head(work.queries, row, head * share + query % share, head_dim, work.turn, numbers);
+    if (pool.key_rotated) rotate(numbers, head_dim, pool.rotation);
+    for (int64_t i = 0; i < head_dim; i += kLanes) store(numbers + i, load(numbers + i) * factor);
+    keep(numbers, head_dim, room->queries + query * head_dim / kUnit);
   }
 }
 
-// What some queries, one block of registers, make of a tile.
-template <class Code>
-void attend_block(const Work& work, const Group& group, Room* room, int64_t first, int64_t count,
+// What some queries, at most kRoundRows, make of a tile. `asks` is above 0 where they ask memory for a
+// part of the next one.
+template <class Code, int asks>
+void attend_round(const Work& work, Room* room, int64_t first, int64_t count,
                   float* output) {
   const Pool& pool = *work.pool;
   const Tile& tile = room->tile;
-  const int64_t share = heads_a_head(pool), head_dim = pool.head_dim;
-  int64_t low[kBlockRows], high[kBlockRows], lowest = INT64_MAX, highest = 0;
+  const int64_t head_dim = pool.head_dim, depth = head_dim / kUnit;
+  const Seen* positions = room->seen + first;
+  Seen seen[kRoundRows];
+  int64_t lowest = INT64_MAX, highest = 0;
   for (int64_t i = 0; i < count; i++) {
-    const int64_t position = work.step->row_position[group.row + (first + i) / share];
-    low[i] = first_position(pool, position) - tile.start;
-    high[i] = position + 1 - tile.start;
-    if (low[i] < lowest) lowest = low[i];
-    if (high[i] > highest) highest = high[i];
+    seen[i] = {positions[i].low - tile.start, positions[i].high - tile.start};
+    if (seen[i].low < lowest) lowest = seen[i].low;
+    if (seen[i].high > highest) highest = seen[i].high;
   }
   if (highest <= 0 || lowest >= tile.count) return;
-  alignas(64) float scores[kBlockRows * kTile];
-  float kept[kBlockRows];
+  const int64_t stop = highest < tile.count ? highest : tile.count;
+  const int64_t strips = (stop + kLanes - 1) / kLanes;
+  alignas(64) float products[kRoundRows * kTile];
+  alignas(64) Unit weights[kRoundRows * kTile / kUnit];
+  alignas(64) float kept[kRoundRows + kLanes];
   const float soft_cap = static_cast<float>(pool.soft_cap * 1.4426950408889634);
-  multiply<false>(count, room->queries + first * head_dim, head_dim, tile.keys, kTile, head_dim,
-                  (tile.count + kLanes - 1) / kLanes, nullptr, scores, kTile);
-  for (int64_t i = 0; i < count; i++) {
-    const int64_t stop = high[i] < tile.count ? high[i] : tile.count;
-    kept[i] = weigh<Code::kScaled>(tile, low[i], stop, soft_cap, scores + i * kTile,
-                                   &room->sums[first + i]);
-  }
-  multiply<true>(count, scores, kTile, tile.values, head_dim, tile.count, head_dim / kLanes, kept,
-                 output + first * head_dim, head_dim);
+  multiply<false, asks>(count, room->queries + first * depth, depth, tile.keys, kTile, depth, strips,
+                        nullptr, products, kTile, tile.ahead[0]);
+  weigh<Code::kScaled>(tile, strips, first, count, seen, soft_cap, products, &room->sums, kept,
+                       weights);
+  multiply<true, asks>(count, weights, kTile / kUnit, tile.values, head_dim,
+                       (stop + kUnit - 1) / kUnit, head_dim / kLanes, kept,
+                       output + first * head_dim, head_dim, tile.ahead[1]);
 }
 
 template <class Code>
 void attend_split(const Work& work, const Group& group, const Source& source, Room* room,
                   int64_t split, Results results) {
   const int64_t queries = group.rows * heads_a_head(*work.pool), head_dim = work.pool->head_dim;
-  for (int64_t i = 0; i < queries; i++) room->sums[i] = {splat(0.0f), kNothing};
+  for (int64_t i = 0; i < queries; i++) {
+    room->sums.lanes[i] = splat(0.0f);
+    room->sums.greatest[i] = kNothing;
+  }
   memset(results.output, 0, 4 * queries * head_dim);
   const int64_t begin = group.first / kTile * kTile, end = (split + 1) * kSplit;
   int64_t start = split * kSplit;
   if (start < begin) start = begin;
   for (; start < end && start < group.limit; start += kTile) {
     fill<Code>(source, start, &room->tile);
-    for (int64_t first = 0; first < queries; first += kBlockRows) {
-      const int64_t rest = queries - first;
-      attend_block<Code>(work, group, room, first, rest < kBlockRows ? rest : kBlockRows,
-                         results.output);
+    for (int64_t first = 0; first < queries; first += kRoundRows) {
+      const int64_t rest = queries - first, count = rest < kRoundRows ? rest : kRoundRows;
+      auto* attend = first == 0 ? attend_round<Code, kAsks<Code>> : attend_round<Code, 0>;
+      attend(work, room, first, count, results.output);
     }
   }
   for (int64_t i = 0; i < queries; i++) {
-    results.greatest[i] = room->sums[i].greatest;
-    results.weight[i] = total(room->sums[i].lanes);
+    results.greatest[i] = room->sums.greatest[i];
+    results.weight[i] = total(room->sums.lanes[i]);
   }
 }
 
@@ -256,7 +263,7 @@ void attend_share(void* context, int64_t part) {
   const Source source{&pool, step.tables + step.row_table[group.row] * step.table_width,
                       place_of(pool, work.layer, head, Code::kBytes), group.first, group.limit};
   Room room;
-  read_queries(work, group, head, room.queries);
+  read_queries(work, group, head, &room);
   const int64_t first = first_split(group), stop = split_stop(group);
   Results sum = results_of(&room, 0);
   if (share.split < 0) {

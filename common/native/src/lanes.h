@@ -2,8 +2,9 @@
 //
 // A level has one register for them, two or four. Each operation rounds each lane by itself, products
 // and sums are fused where `fused` says so and nowhere else (setup.py compiles who includes this so),
-// and sums over lanes have a fixed order: so all levels give the same bits. The exception is x86
-// without FMA (`portable` there), which rounds a product before it adds.
+// and sums over lanes have a fixed order: so all levels give the same bits. The exceptions are x86
+// without FMA (`portable` there), which rounds a product before it adds, and products of bf16 numbers
+// (pairs.h).
 
 #pragma once
 

@@ -1,17 +1,21 @@
-// One key tile: its K and V as float32, and what some query heads make of it.
+// One key tile: its K and V as units, and what some query heads make of it.
 //
 // All of attention's arithmetic that depends on stored numbers is here, for one row and for many: a
-// score is a sum over the head's numbers in ascending order, an output a sum over keys in ascending
-// order. How many query heads are computed at once changes no sum.
+// score is a sum over the head's units in ascending order, an output a sum over units of keys in
+// ascending order. How many query heads are computed at once changes no sum.
+//
+// What a row does not see changes no bit of it, whatever is stored there: its score is replaced, and
+// V is finite in a tile (`mark`, `mend`), so that a weight of 0 takes it away.
 
 #pragma once
 
 #include "paged.h"
+#include "units.h"
 
 namespace {
 
-constexpr int kTile = 64, kStrips = kTile / kLanes;  // positions, at absolute multiples
 constexpr int64_t kAhead = kTile;
+constexpr int64_t kQueriesMax = 192;  // of one KV head in a group: what a decoded tile is used for
 constexpr float kNothing = -1.0e30f;  // the greatest score of no keys; finite, as are differences
 constexpr float kMasked = -2.0e30f;   // weighs 0 beside any greatest score
 
@@ -25,10 +29,12 @@ constexpr int kBlockRows = 3, kBlockVectors = 1;
 #endif
 
 struct Tile {
-  alignas(64) float keys[kHeadMax * kTile];    // [number][position]
-  alignas(64) float values[kTile * kHeadMax];  // [position][number]
-  alignas(64) float key_scales[kTile], value_scales[kTile];
+  alignas(64) Unit keys[kHeadMax / kUnit * kTile];    // [unit of numbers][position]
+  alignas(64) Unit values[kTile / kUnit * kHeadMax];  // [unit of positions][number]
+  alignas(64) float key_scales[kTile];
+  ValueScales values_by;
   int64_t start, count;  // positions from `start`, all there is
+  const unsigned char* ahead[2][kHeadMax];  // lines of K and V of the next tile, to be asked for
 };
 
 // Where a tile's numbers come from: a table's slots, one head, and the positions [first, limit) whose
@@ -81,13 +87,50 @@ KVASS_INLINE bool find(const Source& source, int64_t start, Strip* strip) {
   return true;
 }
 
+// Whether any of some bf16 numbers is not finite.
+bool any_broken(const unsigned char* numbers, int64_t size) {
+  uint32_t found = 0;
+  for (int64_t i = 0; i < size; i += 2) {
+    uint16_t bits;
+    memcpy(&bits, numbers + i, 2);
+    found |= (bits & 0x7f80) == 0x7f80;
+  }
+  return found != 0;
+}
+
+// Copies 16 positions of bf16, with zeros for a V that is not finite, and a NaN in its K: rows that
+// see the position get NaN.
+void mend(const unsigned char* const* codes, int64_t row, unsigned char* copy) {
+  memcpy(copy, codes[0], kLanes * row);
+  memcpy(copy + kLanes * row, codes[1], kLanes * row);
+  const uint16_t nan = 0x7fc0;
+  for (int64_t i = 0; i < kLanes; i++) {
+    unsigned char* value = copy + (kLanes + i) * row;
+    if (!any_broken(value, row)) continue;
+    memset(value, 0, row);
+    memcpy(copy + i * row, &nan, 2);
+  }
+}
+
+// Keeps the scales of 16 positions, and as above: K's is NaN where V's is not finite.
+template <class Code>
+KVASS_INLINE void mark(const Strip& strip, int64_t at, Tile* tile) {
+  const Floats factor = splat(Code::kFactor);
+  const Floats key = Codes<kBf16>::decode(strip.scales[0]) * factor;
+  const Floats value = Codes<kBf16>::decode(strip.scales[1]) * factor;
+  const Ints finite = (bits_of(value) & splat_int(0x7f800000)) < splat_int(0x7f800000);
+  store(tile->key_scales + at, select(finite, key, from_bits(splat_int(0x7fc00000))));
+  store(tile->values_by.scale + at, select(finite, value, splat(1.0f)));
+}
+
 // Decodes the tile at `start`, and asks memory for what comes `kAhead` positions later. `known_dim` is
 // head_dim where the compiler shall know it, else 0.
 template <class Code, int known_dim>
 void fill_with(const Source& source, int64_t start, Tile* tile) {
   const int64_t head_dim = known_dim ? known_dim : source.pool->head_dim;
-  const int64_t size = kLanes * head_dim * Code::kBytes;
+  const int64_t row = head_dim * Code::kBytes, size = kLanes * row;
   alignas(64) unsigned char gathered[2 * kLanes * kHeadMax * 2], scales[2 * kLanes * 2];
+  alignas(64) unsigned char mended[Code::kScaled ? 64 : sizeof(gathered)];
   tile->start = start;
   tile->count = source.limit - start < kTile ? source.limit - start : kTile;
   for (int64_t at = 0; at < tile->count; at += kLanes) {
@@ -97,16 +140,25 @@ void fill_with(const Source& source, int64_t start, Tile* tile) {
       strip = {{gathered, gathered + size}, {scales, scales + 2 * kLanes}};
     }
     if (!find<Code>(source, start + kAhead + at, &ahead)) ahead = strip;  // asking for it costs little
-    ask_for(ahead.scales[0]);
-    ask_for(ahead.scales[1]);
-    decode_turned_rows<Code>(strip.codes[0], head_dim, tile->keys + at, kTile, ahead.codes[0]);
-    decode_rows<Code>(strip.codes[1], head_dim, tile->values + at * head_dim, ahead.codes[1]);
     if constexpr (Code::kScaled) {
-      const Floats factor = splat(Code::kFactor);
-      store(tile->key_scales + at, Codes<kBf16>::decode(strip.scales[0]) * factor);
-      store(tile->value_scales + at, Codes<kBf16>::decode(strip.scales[1]) * factor);
+      ask_for(ahead.scales[0]);
+      ask_for(ahead.scales[1]);
+      mark<Code>(strip, at, tile);
+    } else if (any_broken(strip.codes[1], size)) {
+      mend(strip.codes, row, mended);
+      strip.codes[0] = mended;
+      strip.codes[1] = mended + size;
     }
+    if constexpr (kAsks<Code> > 0)
+      for (int value = 0; value < 2; value++)
+        for (int64_t i = 0; i < row / kStrips / 2; i++)
+          tile->ahead[value][at / kLanes * row / kStrips / 2 + i] =
+              ahead.codes[value] + size / 2 + 64 * i;
+    decode_turned_rows<Code>(strip.codes[0], head_dim, tile->keys + at, kTile, ahead.codes[0]);
+    decode_rows<Code>(strip.codes[1], head_dim, tile->values + at / kUnit * head_dim,
+                      ahead.codes[1]);
   }
+  if constexpr (Code::kScaled) tile->values_by.finish(tile->count);
 }
 
 template <class Code>
@@ -118,10 +170,11 @@ void fill(const Source& source, int64_t start, Tile* tile) {
 
 // out[row] = out[row] * factor[row] + sum over k, ascending, of left[row][k] * right[k]; without
 // factors, from 0. `left` and `out` have rows of `left_step` and `out_step`, `right` of `right_step`.
-template <int rows, int vectors, bool scaled>
-KVASS_INLINE void multiply_block(const float* left, int64_t left_step, const float* right,
+// Asks for so many lines of `ahead` a k.
+template <int rows, int vectors, bool scaled, int asks>
+KVASS_INLINE void multiply_block(const Unit* left, int64_t left_step, const Unit* right,
                                  int64_t right_step, int64_t depth, const float* factor, float* out,
-                                 int64_t out_step) {
+                                 int64_t out_step, const unsigned char* const* ahead) {
   Floats sum[rows][vectors];
   KVASS_UNROLL for (int r = 0; r < rows; r++) {
     KVASS_UNROLL for (int v = 0; v < vectors; v++) {
@@ -130,10 +183,11 @@ KVASS_INLINE void multiply_block(const float* left, int64_t left_step, const flo
     }
   }
   for (int64_t k = 0; k < depth; k++) {
-    Floats b[vectors];
+    KVASS_UNROLL for (int i = 0; i < asks; i++) ask_for(ahead[k * asks + i]);
+    Units b[vectors];
     KVASS_UNROLL for (int v = 0; v < vectors; v++) b[v] = load(right + k * right_step + v * kLanes);
     KVASS_UNROLL for (int r = 0; r < rows; r++) {
-      const Floats a = splat(left[r * left_step + k]);
+      const Units a = splat(left[r * left_step + k]);
       KVASS_UNROLL for (int v = 0; v < vectors; v++) sum[r][v] = fused(a, b[v], sum[r][v]);
     }
   }
@@ -143,76 +197,98 @@ KVASS_INLINE void multiply_block(const float* left, int64_t left_step, const flo
   }
 }
 
-template <int rows, int vectors, bool scaled>
-void multiply_columns(const float* left, int64_t left_step, const float* right, int64_t right_step,
+template <int rows, int vectors, bool scaled, int asks>
+void multiply_columns(const Unit* left, int64_t left_step, const Unit* right, int64_t right_step,
                       int64_t depth, int64_t columns, const float* factor, float* out,
-                      int64_t out_step) {
+                      int64_t out_step, const unsigned char* const* ahead) {
   int64_t done = 0;
-  for (; done + vectors <= columns; done += vectors)
-    multiply_block<rows, vectors, scaled>(left, left_step, right + done * kLanes, right_step, depth,
-                                          factor, out + done * kLanes, out_step);
+  for (; done + vectors <= columns; done += vectors, ahead += depth * asks)
+    multiply_block<rows, vectors, scaled, asks>(left, left_step, right + done * kLanes, right_step,
+                                                depth, factor, out + done * kLanes, out_step, ahead);
   if constexpr (vectors > 1)
-    multiply_columns<rows, vectors - 1, scaled>(left, left_step, right + done * kLanes, right_step,
-                                                depth, columns - done, factor, out + done * kLanes,
-                                                out_step);
+    multiply_columns<rows, vectors - 1, scaled, 0>(left, left_step, right + done * kLanes, right_step,
+                                                   depth, columns - done, factor,
+                                                   out + done * kLanes, out_step, ahead);
 }
 
 // `rows` is at most kBlockRows; `columns` counts vectors.
-template <bool scaled, int most = kBlockRows>
-void multiply(int64_t rows, const float* left, int64_t left_step, const float* right,
-              int64_t right_step, int64_t depth, int64_t columns, const float* factor, float* out,
-              int64_t out_step) {
+template <bool scaled, int asks, int most = kBlockRows>
+void multiply_rows(int64_t rows, const Unit* left, int64_t left_step, const Unit* right,
+                   int64_t right_step, int64_t depth, int64_t columns, const float* factor,
+                   float* out, int64_t out_step, const unsigned char* const* ahead) {
   if (rows == most)
-    multiply_columns<most, kBlockVectors, scaled>(left, left_step, right, right_step, depth, columns,
-                                                  factor, out, out_step);
+    multiply_columns<most, kBlockVectors, scaled, asks>(left, left_step, right, right_step, depth,
+                                                        columns, factor, out, out_step, ahead);
   else if constexpr (most > 1)
-    multiply<scaled, most - 1>(rows, left, left_step, right, right_step, depth, columns, factor, out,
-                               out_step);
+    multiply_rows<scaled, asks, most - 1>(rows, left, left_step, right, right_step, depth, columns,
+                                          factor, out, out_step, ahead);
 }
 
-// A query head's softmax so far: the greatest score, and the sum of weights, lane by lane.
-struct Sum {
-  Floats lanes;
-  float greatest;
+// The same for any number of rows; the first of them ask.
+template <bool scaled, int asks>
+void multiply(int64_t rows, const Unit* left, int64_t left_step, const Unit* right,
+              int64_t right_step, int64_t depth, int64_t columns, const float* factor, float* out,
+              int64_t out_step, const unsigned char* const* ahead) {
+  for (int64_t row = 0; row < rows; row += kBlockRows) {
+    const int64_t rest = rows - row, count = rest < kBlockRows ? rest : kBlockRows;
+    auto* block = row == 0 ? multiply_rows<scaled, asks> : multiply_rows<scaled, 0>;
+    block(count, left + row * left_step, left_step, right, right_step, depth, columns,
+          scaled ? factor + row : nullptr, out + row * out_step, out_step, ahead);
+  }
+}
+
+// Query heads' softmax so far: of each the sum of weights, lane by lane, and the greatest score.
+struct Sums {
+  Floats lanes[kQueriesMax];
+  float greatest[kQueriesMax + kLanes];
 };
 
-// Turns one query head's products with the tile's keys into weights for its values, in place; scores
-// are in units of log2(e). It sees positions [low, high) of the tile. Returns what its output so far
-// is to be multiplied by.
+// Positions [low, high) of a tile, which a query head sees.
+struct Seen {
+  int64_t low, high;
+};
+
+// Turns products of some query heads with the tile's keys into scores, in place, in units of log2(e);
+// returns the greatest of each lane.
 template <bool has_scales>
-KVASS_INLINE float weigh(const Tile& tile, int64_t low, int64_t high, float soft_cap, float* scores,
-                         Sum* sum) {
-  const int64_t strips = (tile.count + kLanes - 1) / kLanes;
-  const bool masked = low > 0 || high < strips * kLanes;
-  Floats score[kStrips], most = splat(kNothing);
+KVASS_INLINE Floats score(const Tile& tile, int64_t strips, Seen seen, float soft_cap, float* products) {
+  const bool masked = seen.low > 0 || seen.high < strips * kLanes;
+  const Ints low = splat_int(static_cast<int32_t>(seen.low));
+  const Ints high = splat_int(static_cast<int32_t>(seen.high));
+  Floats most = splat(kNothing);
   KVASS_UNROLL for (int i = 0; i < kStrips; i++) {
     if (i >= strips) break;
-    score[i] = load(scores + i * kLanes);
-    if constexpr (has_scales) score[i] = score[i] * load(tile.key_scales + i * kLanes);
-    if (soft_cap != 0)
-      score[i] = splat(soft_cap) * tanh_of(score[i] / splat(soft_cap));
+    Floats found = load(products + i * kLanes);
+    if constexpr (has_scales) found = found * load(tile.key_scales + i * kLanes);
+    if (soft_cap != 0) found = splat(soft_cap) * tanh_of(found / splat(soft_cap));
     if (masked) {
       const Ints position = count_from(i * kLanes);
-      score[i] = select(position < splat_int(static_cast<int32_t>(low)), splat(kMasked), score[i]);
-      score[i] = select(position < splat_int(static_cast<int32_t>(high)), score[i], splat(kMasked));
+      found = select(position < low, splat(kMasked), found);
+      found = select(position < high, found, splat(kMasked));
     }
-    most = greater(score[i], most);
+    store(products + i * kLanes, found);
+    most = greater(found, most);
   }
-  const float before = sum->greatest, now = greatest(most);
-  const float after = now > before ? now : before;
-  const float kept = power_of_two(before - after);
-  Floats lanes = sum->lanes * splat(kept);
-  KVASS_UNROLL for (int i = 0; i < kStrips; i++) {
-    if (i >= strips) break;
-    const Floats weight = power_of_two(score[i] - splat(after));
-    lanes = lanes + weight;
-    if constexpr (has_scales)
-      store(scores + i * kLanes, weight * load(tile.value_scales + i * kLanes));
-    else
-      store(scores + i * kLanes, weight);
+  return most;
+}
+
+// Turns products of `count` query heads, from `first` on, with the tile's keys into weights for values
+// of so many strips, and says in `kept` what outputs so far are to be multiplied by. One step after
+// the other for all of them: of one alone, each step would wait for the one before.
+template <bool has_scales>
+KVASS_INLINE void weigh(const Tile& tile, int64_t strips, int64_t first, int64_t count,
+                        const Seen* seen, float soft_cap, float* products, Sums* sums, float* kept,
+                        Unit* weights) {
+  Floats most[kRoundRows];
+  for (int64_t i = 0; i < count; i++)
+    most[i] = score<has_scales>(tile, strips, seen[i], soft_cap, products + i * kTile);
+  raise(most, count, sums->greatest + first, kept);
+  for (int64_t i = 0; i < count; i++) {
+    Floats* lanes = sums->lanes + first + i;
+    *lanes = weights_of<has_scales>(products + i * kTile, strips, sums->greatest[first + i],
+                                    tile.values_by, *lanes * splat(kept[i]),
+                                    weights + i * kTile / kUnit);
   }
-  *sum = {lanes, after};
-  return kept;
 }
 
 }  // namespace
