@@ -62,8 +62,8 @@ class MemberProcess:
     member_id: str
     process: anyio.abc.Process
     ready: anyio.Event = field(default_factory=anyio.Event)
-    imports_s: float = 0.0
-    setup_s: float = 0.0
+    taken_s: float = 0.0
+    parts_s: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +180,10 @@ class _Supervisor:
 
     def _take_line(self, member: MemberProcess, line: str) -> None:
         if line.startswith(READY_MARK):
-            imports_s, setup_s = line.removeprefix(READY_MARK).split()
-            member.imports_s, member.setup_s = float(imports_s), float(setup_s)
+            imports_s, setup_s, *parts = line.removeprefix(READY_MARK).split()
+            member.taken_s = float(imports_s) + float(setup_s)
+            named = (part.split("=") for part in (f"imports={imports_s}", *parts))
+            member.parts_s = {name: float(seconds) for name, seconds in named}
             member.ready.set()
             return
         self._output.say(f"{member.member_id:<10} | {line}")
@@ -202,10 +204,8 @@ class _Supervisor:
     def _where_time_went(self) -> str:
         parts = [f"model {self._model_s:.1f}"]
         for member in self._members:
-            parts.append(
-                f"{member.member_id} {member.imports_s + member.setup_s:.1f} "
-                f"(imports {member.imports_s:.1f})"
-            )
+            inner = ", ".join(f"{name} {seconds:.1f}" for name, seconds in member.parts_s.items())
+            parts.append(f"{member.member_id} {member.taken_s:.1f} ({inner})")
         total_s = time.monotonic() - self._started_s
         return f"kvass: started in {total_s:.1f} s; seconds: {', '.join(parts)}"
 
