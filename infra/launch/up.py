@@ -35,7 +35,7 @@ from kvass.launch.broker import run_broker
 from kvass.launch.output import Output
 from kvass.launch.role import READY_MARK, with_model
 
-PROGRAM: tuple[str, ...] = (sys.executable, "-m", "kvass.launch.cli")
+PROGRAM: tuple[str, ...] = (sys.executable, "-m", "kvass.launch.member")
 LINE_BYTES_MAX = 1 << 16
 HEALTH_INTERVAL_S = 0.05
 HEALTH_TIMEOUT_S = 120.0  # after all members are ready; it is a matter of one load message
@@ -147,7 +147,7 @@ class _Supervisor:
         )
         arguments = [*self._arguments, *(part for each in settings for part in ("--set", each))]
         process = await anyio.open_process(
-            [*PROGRAM, role, "--id", member_id, "--supervised", *arguments],
+            [*PROGRAM, role, "--id", member_id, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
