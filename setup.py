@@ -19,7 +19,7 @@ from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("common/native/src")
 ONCE = ("levels", "threads")
-PER_LEVEL = ("append", "attention", "copies", "products", "reads", "rows")
+PER_LEVEL = ("append", "attention", "copies", "layers", "products", "reads", "rows")
 # Products and sums are fused here where the source says so only, so that all levels agree.
 EXACT = ("append", "attention")
 X86_LEVELS = {

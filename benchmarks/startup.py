@@ -24,9 +24,9 @@ import rig
 from rig import Figure
 
 REPETITIONS, QUICK_REPETITIONS = 5, 2
-# kvass: started in 9.1 s; seconds: model 0.1, decode-0 8.2 (imports 3.0), …
+# kvass: started in 9.1 s; seconds: model 0.1, decode-0 8.2 (imports 3.0, model 1.0), …
 STARTED = re.compile(r"kvass: started in ([\d.]+) s; seconds: (.*)")
-PART = re.compile(r"([\w-]+) ([\d.]+)(?: \(imports ([\d.]+)\))?")
+PART = re.compile(r"([\w-]+) ([\d.]+)(?: \(([^)]*)\))?")
 WHOLE, REQUEST, TORCH = "kvass up to ready", "first completion after that", "import torch alone"
 
 
@@ -36,10 +36,10 @@ def parts_of(lines: Sequence[str], whole_s: float) -> dict[str, float]:
     if found is None:
         raise RuntimeError("kvass up did not say where its time went")
     parts = {"command line, imported": whole_s - float(found[1])}
-    for name, seconds, imports in PART.findall(found[2]):
-        parts[name if imports else f"{name}, found"] = float(seconds)
-        if imports:
-            parts[f"{name}, of it imports"] = float(imports)
+    for name, seconds, inner in PART.findall(found[2]):
+        parts[name if inner else f"{name}, found"] = float(seconds)
+        for part, part_s, _ in PART.findall(inner):
+            parts[f"{name}, of it {part}"] = float(part_s)
     return parts
 
 

@@ -50,15 +50,16 @@ async def serve_calls(
     member: Member,
     means: Means,
     handlers: Mapping[type[Message], Handler],
-    task_status: anyio.abc.TaskStatus[str],
+    task_status: anyio.abc.TaskStatus[Mapping[str, float]],
 ) -> None:
-    """Answer calls until cancelled; the cluster and the starter hear of it once we listen."""
+    """Answer calls until cancelled; the cluster and the starter hear of it once we listen, the
+    starter with the seconds that opening the engine took."""
     listener, address = await listen(config.host)
     server = Server(member.hello, handlers, member.credentials)
     async with listener, anyio.create_task_group() as tasks:
         tasks.start_soon(accept, listener, server.serve_connection)
         await member.announce(address, details={DETERMINISTIC: _yes_or_no(means.engine)})
-        task_status.started(address)
+        task_status.started(means.engine.took_s)
 
 
 class Totals(Protocol):

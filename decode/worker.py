@@ -7,6 +7,7 @@ Delta messages.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 
 import anyio
@@ -161,9 +162,9 @@ async def serve(
     config: Config,
     *,
     member_id: str,
-    task_status: anyio.abc.TaskStatus[str] = anyio.TASK_STATUS_IGNORED,
+    task_status: anyio.abc.TaskStatus[Mapping[str, float]] = anyio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Run a decode worker until cancelled; starts with its RPC address."""
+    """Run a decode worker until cancelled; starts with the seconds that its engine took."""
     worker = config.decode
     async with AsyncExitStack() as stack:
         means = await stack.enter_async_context(open_means(config, worker, "decode"))

@@ -21,7 +21,7 @@ import anyio
 
 from kvass.common import errors
 from kvass.common.costs import Costs
-from kvass.common.keys import Chain, ranges_of, segments
+from kvass.common.keys import ranges_of, segments
 from kvass.common.wire import PrefillProgress, Range
 from kvass.kvstore.client.store import StoreClient
 from kvass.prefill.publish import Publisher

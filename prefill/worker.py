@@ -8,6 +8,7 @@ messages.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 
 import anyio
@@ -142,9 +143,9 @@ async def serve(
     config: Config,
     *,
     member_id: str,
-    task_status: anyio.abc.TaskStatus[str] = anyio.TASK_STATUS_IGNORED,
+    task_status: anyio.abc.TaskStatus[Mapping[str, float]] = anyio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Run a prefill worker until cancelled; starts with its RPC address."""
+    """Run a prefill worker until cancelled; starts with the seconds that its engine took."""
     worker = config.prefill
     async with AsyncExitStack() as stack:
         means = await stack.enter_async_context(open_means(config, worker, "prefill"))

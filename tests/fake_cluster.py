@@ -16,7 +16,7 @@ import anyio.lowlevel
 
 from kvass.common.config import Config
 from kvass.common.errors import Unavailable
-from kvass.launch import cli, role, up
+from kvass.launch import cli, member, role, up
 
 HEALTHY = b'HTTP/1.1 200 OK\r\nContent-Length: 15\r\nConnection: close\r\n\r\n{"degraded":[]}'
 
@@ -55,4 +55,6 @@ if __name__ == "__main__":
     setattr(role, "with_model", lambda config, *, progress: config)  # noqa: B010
     setattr(up, "with_model", lambda config, *, progress: config)  # noqa: B010
     up.PROGRAM = (sys.executable, __file__)
+    if sys.argv[1] != "up":
+        sys.exit(member.main())
     cli.main()

@@ -62,6 +62,7 @@ def test_constraints_pin_every_dependency() -> None:
     "module",
     [
         "kvass.launch.cli",
+        "kvass.launch.member",
         "kvass.gateway.app",
         "kvass.common.member",
         "kvass.common.model.identity",

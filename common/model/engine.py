@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,7 @@ class Engine:
     """A worker's means. `tokens_per_s` is the prefill rate measured while opening.
 
     `deterministic`: a row's bits don't depend on its company; `deterministic_reason` says why.
+    `took_s`: seconds of opening it, by what they were spent on.
     """
 
     model_dir: Path
@@ -54,6 +56,7 @@ class Engine:
     deterministic: bool
     deterministic_reason: str
     tokens_per_s: float
+    took_s: Mapping[str, float]
 
 
 def pool_slots(layout: BlockLayout, worker: WorkerConfig, role: str, max_model_len: int) -> int:
@@ -81,6 +84,7 @@ def open_engine(config: Config, worker: WorkerConfig, role: str) -> Engine:
 
     Raises Invalid for what an operator must change, Unavailable when the known answer is wrong.
     """
+    started_s = time.perf_counter()
     keys.self_check()
     torch.set_num_threads(worker.threads or cpus.usable())
     model_dir = Path(config.cluster.model)
@@ -94,6 +98,7 @@ def open_engine(config: Config, worker: WorkerConfig, role: str) -> Engine:
     answer = known_answer.known_answer(model_dir, spec, answer_file, weights)
     products = Products(uses(), weights)
     model = load_model(model_dir, spec, projection_of=products.projection)
+    loaded_s = time.perf_counter()
     memory = SlotMemory(layout, slots)
     terms = None
     if layout.has_scales:
@@ -128,6 +133,7 @@ def open_engine(config: Config, worker: WorkerConfig, role: str) -> Engine:
         deterministic=deterministic,
         deterministic_reason=reason,
         tokens_per_s=rate,
+        took_s={"model": loaded_s - started_s, "warm-up": time.perf_counter() - loaded_s},
     )
 
 

@@ -10,14 +10,16 @@ are in the model's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Generic
 
 import torch
 
+from kvass.common.kernels.native_paged import NativePagedKv, NativePlan
 from kvass.common.kernels.packed import PackedWeight
+from kvass.common.kernels.packed_layers import PackedLayer, PackedLayers
 from kvass.common.kernels.seam import PagedKv, Plan
 from kvass.common.kernels.turn import Turn
 from kvass.common.model.layers import add_norm, gated_silu, rms_norm
@@ -56,6 +58,7 @@ class Llama:
         self.is_packed = isinstance(self._head, PackedWeight)
         self._frequencies = inverse_frequencies(spec)
         self._threads = torch.get_num_threads()  # the compiled library's; torch's may change
+        self._packed = _packed_layers(spec, self._layers)
 
     @torch.inference_mode()
     def forward(
@@ -82,13 +85,24 @@ class Llama:
         rows = self._embedding[tokens].float()
         first = self._layers[0].attention_norm
         normed = rms_norm(rows, first, self.spec.rms_norm_eps, self._threads)
+        if self._packed is not None and write_rows is None and isinstance(kv, NativePagedKv):
+            assert isinstance(plan, NativePlan)
+            self._packed.run(rows, normed, kv, plan, turn, slots, offsets)
+        else:
+            normed = self._one_by_one(rows, normed, step)
+        return self._last(rows, normed, step, logits_rows)
+
+    def _one_by_one(
+        self, rows: torch.Tensor, normed: torch.Tensor, step: _Step[Plan]
+    ) -> torch.Tensor:
+        """Compute all layers but the last: adds to `rows`, returns what the last one reads."""
         for index, (layer, after) in enumerate(pairwise(self._layers)):
             fused = layer.qkv[0](normed)
             q, both = fused[:, : self.spec.q_size], fused[:, self.spec.q_size :]
             step.append(index, self._heads(both))
             attended = step.attend(index, self._heads(q))
             normed = self._rest(layer, rows, attended, after.attention_norm)
-        return self._last(rows, normed, step, logits_rows)
+        return normed
 
     def _last(
         self,
@@ -142,6 +156,21 @@ class _Step(Generic[Plan]):
 
     def attend(self, index: int, q: torch.Tensor) -> torch.Tensor:
         return self.kv.attend(index, q, self.plan, self.turn)
+
+
+def _packed_layers(spec: ModelSpec, layers: Sequence[Layer]) -> PackedLayers | None:
+    """Return all layers but the last as the compiled library runs them; None where it does not."""
+    packed = []
+    for layer, after in pairwise(layers):
+        weights = (*layer.qkv, layer.output, layer.gate_up, layer.down)
+        all_packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
+        if len(all_packed) < len(weights):
+            return None
+        qkv, output, gate_up, down = all_packed
+        norms = (layer.mlp_norm, after.attention_norm)
+        packed.append(PackedLayer(qkv, output, gate_up, down, *norms))
+    size = spec.kv_heads * spec.head_dim
+    return PackedLayers(packed, size, spec.rms_norm_eps) if packed else None
 
 
 def _read_layer(spec: ModelSpec, read: Read, projection_of: ProjectionOf, index: int) -> Layer:

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import anyio
 import anyio.abc
+import psutil
 
 from kvass.common import cpus, event_loop
 from kvass.common.addresses import require_own
@@ -35,7 +36,9 @@ _log = logging.getLogger(__name__)
 
 STOP_S = 30.0  # a gateway lets answers end for 20 s; what is still here after this is killed
 DESCRIPTORS = 65_536  # of a process, where the system allows as many
-READY_MARK = "\x02ready "  # then the seconds of imports and of set-up; read by the supervisor
+# Then the seconds of imports and of set-up, and of parts of this as name=seconds; read by the
+# supervisor.
+READY_MARK = "\x02ready "
 
 _MODULES: dict[Role, str] = {
     "gateway": "kvass.gateway.app",
@@ -46,7 +49,8 @@ _MODULES: dict[Role, str] = {
 
 
 class Serve(Protocol):
-    """A role's service: runs until cancelled; calls `task_status.started` when it is ready."""
+    """A role's service: runs until cancelled; calls `task_status.started` when it is ready, a
+    worker with the seconds of what it did until then, by name."""
 
     async def __call__(
         self, config: Config, *, member_id: str, task_status: anyio.abc.TaskStatus[Any]
@@ -71,7 +75,8 @@ def run_role(role: Role, config: Config, member_id: str, *, supervised: bool) ->
     _allow_descriptors()
     if supervised:
         threading.Thread(target=_end_with_supervisor, name="supervisor", daemon=True).start()
-    started_s = time.monotonic()
+    # Imports are counted from the start of the process: the command line's are among them.
+    started_s = time.monotonic() - (time.time() - psutil.Process().create_time())
     # Prefill and decode share a machine's cores: threads that spin while they wait for each other
     # would take them from whoever has work (measured: a prefill is 5 times slower beside a busy
     # process).
@@ -115,10 +120,12 @@ async def _serve_until_told(
                 await serve(config, member_id=member_id, task_status=task_status)
                 tasks.cancel_scope.cancel()
 
-            await tasks.start(run)
+            told = await tasks.start(run)
+            parts = told if isinstance(told, dict) else {}
             imports_s, setup_s = imported_s - started_s, time.monotonic() - imported_s
             if supervised:
-                print(f"{READY_MARK}{imports_s:.2f} {setup_s:.2f}", flush=True)
+                named = "".join(f" {name}={seconds:.2f}" for name, seconds in parts.items())
+                print(f"{READY_MARK}{imports_s:.2f} {setup_s:.2f}{named}", flush=True)
             else:
                 _log.info("%s is ready, after %.1f s", member_id, imports_s + setup_s)
             await anyio.sleep_forever()

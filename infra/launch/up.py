@@ -36,7 +36,7 @@ from kvass.launch.broker import run_broker
 from kvass.launch.output import Output
 from kvass.launch.role import READY_MARK, with_model
 
-PROGRAM: tuple[str, ...] = (sys.executable, "-m", "kvass.launch.cli")
+PROGRAM: tuple[str, ...] = (sys.executable, "-m", "kvass.launch.member")
 LINE_BYTES_MAX = 1 << 16
 HEALTH_INTERVAL_S = 0.05
 HEALTH_TIMEOUT_S = 120.0  # after all members are ready; it is a matter of one load message
@@ -63,8 +63,8 @@ class MemberProcess:
     member_id: str
     process: anyio.abc.Process
     ready: anyio.Event = field(default_factory=anyio.Event)
-    imports_s: float = 0.0
-    setup_s: float = 0.0
+    taken_s: float = 0.0
+    parts_s: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class _Supervisor:
         )
         arguments = [*self._arguments, *(part for each in settings for part in ("--set", each))]
         process = await anyio.open_process(
-            [*PROGRAM, role, "--id", member_id, "--supervised", *arguments],
+            [*PROGRAM, role, "--id", member_id, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -193,8 +193,10 @@ class _Supervisor:
 
     def _take_line(self, member: MemberProcess, line: str) -> None:
         if line.startswith(READY_MARK):
-            imports_s, setup_s = line.removeprefix(READY_MARK).split()
-            member.imports_s, member.setup_s = float(imports_s), float(setup_s)
+            imports_s, setup_s, *parts = line.removeprefix(READY_MARK).split()
+            member.taken_s = float(imports_s) + float(setup_s)
+            named = (part.split("=") for part in (f"imports={imports_s}", *parts))
+            member.parts_s = {name: float(seconds) for name, seconds in named}
             member.ready.set()
             return
         self._output.say(f"{member.member_id:<10} | {line}")
@@ -215,10 +217,8 @@ class _Supervisor:
     def _where_time_went(self) -> str:
         parts = [f"model {self._model_s:.1f}"]
         for member in self._members:
-            parts.append(
-                f"{member.member_id} {member.imports_s + member.setup_s:.1f} "
-                f"(imports {member.imports_s:.1f})"
-            )
+            inner = ", ".join(f"{name} {seconds:.1f}" for name, seconds in member.parts_s.items())
+            parts.append(f"{member.member_id} {member.taken_s:.1f} ({inner})")
         total_s = time.monotonic() - self._started_s
         return f"kvass: started in {total_s:.1f} s; seconds: {', '.join(parts)}"
 

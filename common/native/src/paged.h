@@ -3,24 +3,12 @@
 #pragma once
 
 #include "codes.h"
+#include "heads.h"
 #include "pool.h"
 
 namespace {
 
 constexpr int64_t kHeadMax = 256;
-
-// Rows of heads, float32 or bf16; `step` numbers from one row to the next.
-struct Rows {
-  const void* data;
-  int64_t step;
-  int64_t is_bf16;
-};
-
-// Cosine and sine [rows, head_dim / 2] of rows' positions; none where rows are turned already.
-struct Turn {
-  const float* cosine;
-  const float* sine;
-};
 
 // Reads a head and turns it by its row's position: channel i with channel i + D / 2. Products and sums
 // are rounded one by one, as torch does (common/kernels/turn.py).

@@ -157,6 +157,25 @@ void gate_part(void* given, int64_t part) {
   }
 }
 
+struct Narrowing {
+  const float* from;
+  uint16_t* out;
+  int64_t count;
+};
+
+void narrow_part(void* given, int64_t part) {
+  const Narrowing& n = *static_cast<const Narrowing*>(given);
+  const int64_t stop = least((part + 1) * kPartValues, n.count);
+  for (int64_t i = part * kPartValues; i < stop; i += kLanes) {
+    const int64_t count = least(kLanes, stop - i);
+    Floats value;
+    Halves half;
+    take(value, n.from + i, count);
+    narrow(half, value);
+    put(n.out + i, half, count);
+  }
+}
+
 int64_t rows_of_a_part(int64_t width) { return width > kPartValues ? 1 : kPartValues / width; }
 
 }  // namespace
@@ -175,4 +194,11 @@ KVASS_PUBLIC void KVASS_AT(kvass_gate)(int threads, const uint16_t* gate_up, uin
                                        int64_t count, int64_t width) {
   Gate g{gate_up, out, count, width, rows_of_a_part(width)};
   kvass::parallel(threads, (count + g.part_rows - 1) / g.part_rows, gate_part, &g);
+}
+
+// Writes float32 `from` [count] into bf16 `out`, rounded.
+KVASS_PUBLIC void KVASS_AT(kvass_narrow)(int threads, const float* from, uint16_t* out,
+                                         int64_t count) {
+  Narrowing n{from, out, count};
+  kvass::parallel(threads, (count + kPartValues - 1) / kPartValues, narrow_part, &n);
 }

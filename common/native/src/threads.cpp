@@ -2,9 +2,12 @@
 //
 // A step of a model is some hundred pieces of work of ten to a hundred microseconds, one right after
 // the other, and waking a sleeping thread takes as long as one of them. So a thread that has ended
-// its share looks for more for a while (`kvass_spin_us`) before it sleeps: it burns at most that much
-// after each step, and nothing when idle. Measured with gaps of 30 to 100 microseconds between works:
-// the products of a step of one row take 7.0 ms with 0 to 50, 6.6 with 200 and with 1,000.
+// its share looks for more for a while before it sleeps: it burns at most that much after each step, and
+// nothing when idle. Prefill and decode workers share cores, so what one's threads burn the other lacks.
+// Measured over HTTP, both workers on two cores, rows that nobody disturbed (benchmarks/README.md): one
+// stream loses a fifth to threads that sleep at once, and nothing between 50 and 1,000 microseconds;
+// eight streams lose an eighth to 1,000, and nothing up to 200. Beside other processes that compute,
+// 200 loses less than 50: whoever shares the work may lose its core for longer than that.
 
 #include "threads.h"
 
@@ -15,13 +18,11 @@
 #include <pthread.h>
 #include <unistd.h>
 
-#include "level.h"
-
 namespace kvass {
 namespace {
 
 constexpr int kThreadsMax = 256;
-std::atomic<int64_t> spin_us{200};
+constexpr auto kSpin = std::chrono::microseconds(200);
 
 void relax() {
 #if defined(__x86_64__)
@@ -74,8 +75,7 @@ void* serve(void* given) {
   for (;;) {
     uint32_t turn = p->turn.load();
     if (turn == seen) {
-      const auto until =
-          std::chrono::steady_clock::now() + std::chrono::microseconds(spin_us.load());
+      const auto until = std::chrono::steady_clock::now() + kSpin;
       while ((turn = p->turn.load()) == seen) {
         for (int i = 0; i < 16; i++) relax();
         if (std::chrono::steady_clock::now() >= until) {
@@ -141,6 +141,3 @@ void parallel(int threads, int64_t parts, void (*body)(void*, int64_t), void* co
 }
 
 }  // namespace kvass
-
-// How long a thread looks for more work before it sleeps, in microseconds.
-KVASS_PUBLIC void kvass_spin_us(int64_t us) { kvass::spin_us.store(us); }
