@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from kvass.common.kernels import packed, row_operations
-from kvass.common.kernels.packed import PANEL, HugePages, PackedWeight
+from kvass.common.kernels.block_panels import PANEL
+from kvass.common.kernels.packed import HugePages, PackedWeight
 from kvass.common.model import layers, products
 from kvass.common.model.products import COUNTS, Kind, Products, Use
 from kvass.common.model.projection import TorchProjection
@@ -138,7 +139,7 @@ def test_numbers_that_are_none_stay_in_their_rows_and_outputs() -> None:
 
 def test_taken_pages_do_not_overlap() -> None:
     pages = HugePages()
-    sizes = [1, 63, 65, 80 << 20, 7, 1]
+    sizes = [1, 63, 65, 160 << 20, 7, 1]
     taken = [pages.take(size) for size in sizes]
     for number, part in enumerate(taken):
         assert part.data_ptr() % 64 == 0 and len(part) >= sizes[number]
