@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,6 +146,21 @@ def test_taken_pages_do_not_overlap() -> None:
         assert part.data_ptr() % 64 == 0 and len(part) >= sizes[number]
         part[:1], part[-1:] = number, number
     assert [(float(part[0]), float(part[-1])) for part in taken] == [(n, n) for n in range(6)]
+
+
+def test_pages_go_back_with_the_last_weight_in_them() -> None:
+    def mapped() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("RssAnon:")[1].split()[0])
+
+    before, size = mapped(), 200 << 20
+    pages = HugePages()
+    part = pages.take(size).fill_(1)[:64]
+    del pages
+    assert mapped() - before > size >> 11  # kilobytes
+    assert int(part.sum()) == 64
+    del part
+    assert mapped() - before < size >> 12
 
 
 @needs_products

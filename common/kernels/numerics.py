@@ -16,8 +16,8 @@ NUMERICS = "paged-2"
 # make something of their bf16 values (`weight_formats.py`).
 WeightFormat = Literal["native", "bf16", "int8", "int4"]
 WEIGHTS: dict[WeightFormat, str] = {
-    "native": "as the GGUF file has them",
     "bf16": "bf16",
     "int8": "int8, groups of 32",
     "int4": "int4 and a minimum, groups of 32; logits int8",
+    "native": "as the GGUF file has them",
 }

@@ -36,7 +36,7 @@ from kvass.common.pages import private_pages
 LEVEL = "avx512bf16"  # the only one that it is compiled for
 # As in products.cpp. Q4_1 is what int4 is, with the file's codes.
 _NUMBERS: dict[WeightFormat | BlockKind, int] = {
-    **{"bf16": 0, "native": 0, "int8": 1, "int4": 2},
+    **{"bf16": 0, "int8": 1, "int4": 2},
     **{"Q4_1": 2, "Q8_0": 3, "Q4_0": 4, "Q4_K": 5, "Q6_K": 6},
 }
 _PIECE = 128 << 20  # mapped at once; what is not written takes no memory
@@ -104,8 +104,13 @@ class PackedWeight:
         elif format == "int4":
             panels = block_panels.of_int4(Halved.of(weight))
         else:
-            panels = block_panels.pairs(F.pad(weight, (0, inputs % 2)))
+            panels, format = block_panels.pairs(F.pad(weight, (0, inputs % 2))), "bf16"
         return cls(outputs, inputs, _kept(panels, pages), bias, threads, format)
+
+    @property
+    def number(self) -> int:
+        """The library's number of the format."""
+        return _NUMBERS[self.format]
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Return bf16 rows [N, inputs] times the weight, plus the bias, rounded to bf16 once."""
@@ -124,7 +129,7 @@ class PackedWeight:
             rows.data_ptr(),
             count,
             self.inputs,
-            _NUMBERS[self.format],
+            self.number,
             self.panels.data_ptr(),
             self.outputs,
             None if self.bias is None else self.bias.data_ptr(),
