@@ -11,7 +11,6 @@ and mirrors.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -94,20 +93,18 @@ def _gguf_directory(source: Path, models: Path) -> Path:
     target = parent / source.stem
     if (target / "config.json").is_file():
         return target
-    partial = None
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=models))
-        gguf_model.write_directory(source, partial)
-        with contextlib.suppress(FileExistsError, NotADirectoryError):
-            partial.rename(target)
+        with _locked(models / ".lock", progress=False):
+            if not (target / "config.json").is_file():
+                _remove_leftovers(models)
+                partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=models))
+                (partial / "ready").mkdir()
+                gguf_model.write_directory(source, partial / "ready")
+                (partial / "ready").rename(target)
+                partial.rmdir()
     except OSError as error:
-        # Who was here at the same time made the same; a directory is not renamed onto a full one.
-        if not (target / "config.json").is_file():
-            raise _unavailable(error, models) from error
-    finally:
-        if partial is not None:
-            shutil.rmtree(partial, ignore_errors=True)
+        raise _unavailable(error, models) from error
     return target
 
 
