@@ -21,6 +21,7 @@ from kvass.common.model.convert import convert
 from kvass.common.model.fetch import resolve_model
 from kvass.common.model.gguf_file import GgufFile
 from kvass.common.model.identity import cluster_fields
+from kvass.common.model.known_answer import computed_kv, prompt
 from kvass.common.model.load import Reader, load_model
 from kvass.common.model.products import Products
 from kvass.common.model.runner import Rows, Runner, uses
@@ -74,6 +75,9 @@ def test_a_file_computes_what_its_converted_copy_does(
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (folder / name).read_bytes() == (copy / name).read_bytes()
     assert Tokenizer.load(folder).encode("hello") == Tokenizer.load(copy).encode("hello")
+    tokens = prompt(load_spec(copy))
+    kv, same_kv = (computed_kv(each, load_spec(each), tokens) for each in (folder, copy))
+    assert torch.equal(kv, same_kv), "else K's offsets differ"
     expected = logits_of(copy, "native")
     assert bool(expected.isfinite().all()) and float(expected.std()) > 0
     for weights in ("native", "bf16"):

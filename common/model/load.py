@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from kvass.common.errors import Invalid
-from kvass.common.kernels.gguf_blocks import BlockKind, Blocks
+from kvass.common.kernels.gguf_blocks import BlockKind, Blocks, bf16_of
 from kvass.common.kernels.seam import PagedKv, Plan
 from kvass.common.model.checkpoint import TensorEntry, is_gguf, open_checkpoint
 from kvass.common.model.llama import Llama
@@ -71,17 +71,22 @@ class Reader:
         self._files = {} if self._is_gguf else {p: safe_open(p, framework="pt") for p in paths}
 
     def __call__(self, name: str) -> torch.Tensor | Blocks:
-        """Return a tensor in the dtype to execute, or blocks where that is bf16."""
+        """Return a tensor in the dtype to execute, or blocks where that is bf16.
+
+        Of a GGUF file all values are rounded to bf16, as they are executed, for a pass in float32
+        too: so K's offsets, and with them all KV, are those of its converted copy.
+        """
         entry = self._entries[name]
         if not self._is_gguf:
             tensor: torch.Tensor = self._files[entry.path].get_tensor(name)  # type: ignore[no-untyped-call]
             return tensor.to(self._dtype)
         raw = _rows_of(entry)
         if not entry.in_blocks:
-            return raw.view(_DTYPES[entry.dtype]).view(entry.shape).to(self._dtype)
+            tensor = raw.view(_DTYPES[entry.dtype]).view(entry.shape)
+            return tensor.to(torch.bfloat16).to(self._dtype)
         kind = cast(BlockKind, entry.dtype)
         blocks = Blocks(kind, entry.shape[1], raw).checked(f"{entry.path}: {name}")
-        return blocks if self._dtype == torch.bfloat16 else blocks.values().to(self._dtype)
+        return blocks if self._dtype == torch.bfloat16 else bf16_of(blocks).to(self._dtype)
 
 
 def _rows_of(entry: TensorEntry) -> torch.Tensor:
