@@ -45,6 +45,7 @@ from rig import Figure
 READ_BYTES = 512 << 20
 COLD_BYTES = 192 << 20  # of copies of a weight: six times the third-level cache here
 KEPT_ROWS = (1, 8, 512)
+MANY_COPIES = 12  # with many rows arithmetic is what takes time, wherever weights are
 FEW, QUICK_FEW = (1, 2, 4, 8, 16), (1, 8)
 MANY, QUICK_MANY = (64, 512), (512,)
 ROUNDS, QUICK_ROUNDS = 7, 3
@@ -187,8 +188,8 @@ class Kept:
             for _ in range(max(1, COLD_BYTES // self.size))
         ]
 
-    def run(self, rows: torch.Tensor) -> None:
-        for weight in self.weights:
+    def run(self, rows: torch.Tensor, copies: int) -> None:
+        for weight in self.weights[:copies]:
             weight(rows)
 
 
@@ -212,17 +213,20 @@ def kept_figures(spec: ModelSpec, threads: int, quick: bool) -> list[Figure]:
         for count in KEPT_ROWS:
             rows = torch.randn(count, inputs).to(torch.bfloat16)
 
-            def ours(kept: Kept = kept, rows: torch.Tensor = rows) -> None:
-                kept.run(rows)
+            most = MANY_COPIES if count >= MANY[0] else len(kept.weights)
+            beside = torch_has[:most]
 
-            def theirs(rows: torch.Tensor = rows, has: list[torch.Tensor] = torch_has) -> None:
+            def ours(kept: Kept = kept, rows: torch.Tensor = rows, most: int = most) -> None:
+                kept.run(rows, most)
+
+            def theirs(rows: torch.Tensor = rows, has: list[torch.Tensor] = beside) -> None:
                 for weight in has:
                     linear(rows, weight)
 
             with torch_threads(threads):
                 rounds = QUICK_ROUNDS if quick else ROUNDS
-                taken, beside = median_s([ours, theirs], rounds)
-            each, torch_each = taken / len(kept.weights), beside / len(torch_has)
+                ours_s, theirs_s = median_s([ours, theirs], rounds)
+            each, torch_each = ours_s / most, theirs_s / len(beside)
             what = f"{outputs}x{inputs} kept as {format}, {count} rows"
             found.append(Figure(what, kept.size / each / 1e9, "GB/s", "memory read", read))
             flop = 2e-9 * count * plain.numel()
