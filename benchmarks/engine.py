@@ -4,6 +4,8 @@
     weights     GB/s of weights that products of few rows read, packed by the compiled library and
                 as torch has them; "a step": all products of the default model, one after the other
     product     GFLOP/s of products of many rows
+    kept as     one matrix in each way that weights are kept: GB/s of its own bytes beside memory's
+                with few rows, and GFLOP/s beside torch's of bf16
     step        one decode step through the runner, default model, a context of 512 tokens each, and
                 which part of it is products, norms and gates, attention, and the rest
 
@@ -20,13 +22,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 import rig
 from kvass.common.block import BlockLayout
 from kvass.common.kernels import packed, row_operations
+from kvass.common.kernels.gguf_blocks import SIZES, BlockKind, Blocks
+from kvass.common.kernels.numerics import WeightFormat
 from kvass.common.kernels.packed import HugePages, PackedWeight
 from kvass.common.kernels.torch_paged import TorchPagedKv
 from kvass.common.model.layers import linear
@@ -40,6 +44,8 @@ from rig import Figure
 
 READ_BYTES = 512 << 20
 COLD_BYTES = 192 << 20  # of copies of a weight: six times the third-level cache here
+KEPT_ROWS = (1, 8, 512)
+MANY_COPIES = 12  # with many rows arithmetic is what takes time, wherever weights are
 FEW, QUICK_FEW = (1, 2, 4, 8, 16), (1, 8)
 MANY, QUICK_MANY = (64, 512), (512,)
 ROUNDS, QUICK_ROUNDS = 7, 3
@@ -160,6 +166,75 @@ def product_figures(spec: ModelSpec, threads: int, quick: bool) -> list[Figure]:
     return found + arithmetic
 
 
+class Kept:
+    """Copies of one matrix kept as `format`, of random blocks where that is a GGUF file's."""
+
+    def __init__(self, format: WeightFormat | BlockKind, plain: torch.Tensor, threads: int) -> None:
+        outputs, inputs = plain.shape
+        weight: torch.Tensor | Blocks = plain
+        made: WeightFormat = "bf16"
+        if format in SIZES:
+            values, size = SIZES[format]
+            # Zero scales: what a value is changes nothing.
+            raw = torch.zeros(outputs, inputs // values * size, dtype=torch.uint8)
+            weight = Blocks(format, inputs, raw)
+        else:
+            made = cast(WeightFormat, format)
+        pages = HugePages()
+        first = PackedWeight.of(weight, None, threads, pages, made)
+        self.size = first.panels.nbytes
+        self.weights = [
+            replace(first, panels=_copied(first.panels, pages))
+            for _ in range(max(1, COLD_BYTES // self.size))
+        ]
+
+    def run(self, rows: torch.Tensor, copies: int) -> None:
+        for weight in self.weights[:copies]:
+            weight(rows)
+
+
+def _copied(panels: torch.Tensor, pages: HugePages) -> torch.Tensor:
+    room = pages.take(panels.nbytes)[: panels.nbytes]
+    return room.view(panels.dtype).view(panels.shape).copy_(panels)
+
+
+def kept_figures(spec: ModelSpec, threads: int, quick: bool) -> list[Figure]:
+    """Measure each format in the shape of `down`, the one whose inputs fill every kind of block."""
+    outputs, inputs = spec.hidden_size, spec.intermediate_size
+    plain = torch.randn(outputs, inputs).to(torch.bfloat16)
+    read = read_rates(threads)[threads]
+    formats: tuple[WeightFormat | BlockKind, ...] = ("bf16", "int8", "int4", *SIZES)
+    found = []
+    for format in formats:
+        if format in SIZES and inputs % SIZES[format][0]:
+            continue
+        kept = Kept(format, plain, threads)
+        torch_has = [plain.clone() for _ in range(max(1, COLD_BYTES // (2 * plain.numel())))]
+        for count in KEPT_ROWS:
+            rows = torch.randn(count, inputs).to(torch.bfloat16)
+
+            most = MANY_COPIES if count >= MANY[0] else len(kept.weights)
+            beside = torch_has[:most]
+
+            def ours(kept: Kept = kept, rows: torch.Tensor = rows, most: int = most) -> None:
+                kept.run(rows, most)
+
+            def theirs(rows: torch.Tensor = rows, has: list[torch.Tensor] = beside) -> None:
+                for weight in has:
+                    linear(rows, weight)
+
+            with torch_threads(threads):
+                rounds = QUICK_ROUNDS if quick else ROUNDS
+                ours_s, theirs_s = median_s([ours, theirs], rounds)
+            each, torch_each = ours_s / most, theirs_s / len(beside)
+            what = f"{outputs}x{inputs} kept as {format}, {count} rows"
+            found.append(Figure(what, kept.size / each / 1e9, "GB/s", "memory read", read))
+            flop = 2e-9 * count * plain.numel()
+            torch_rate = flop / torch_each
+            found.append(Figure(what, flop / each, "GFLOP/s", "torch, bf16", torch_rate))
+    return found
+
+
 def rate_figure(what: str, amount: int, taken: Sequence[float], unit: str) -> Figure:
     ours, theirs = (amount / each / 1e9 for each in taken)
     return Figure(what, ours, unit, "torch", theirs)
@@ -240,6 +315,7 @@ def main() -> None:
     served, threads = rig.Served.load(), torch.get_num_threads()
     found = step_figures(served, QUICK_STEPS if asked.quick else STEPS)
     found = product_figures(load_spec(served.folder), threads, asked.quick) + found
+    found += kept_figures(load_spec(served.folder), threads, asked.quick)
     rig.report("The model's arithmetic", found, asked.json)
 
 

@@ -59,10 +59,11 @@ class ClusterConfig:
     """What all members must agree on."""
 
     name: str = "local"
-    model: str = DEFAULT_MODEL  # the default model's name, or a directory of safetensors
+    model: str = DEFAULT_MODEL  # the default's name, a directory, or a GGUF file
     served_model_name: str = ""  # empty: the default's name, or the directory's
     kv_dtype: KvDtype = "fp8"
-    weights: WeightFormat = "bf16"  # what the layers' matrices and the logits' are kept as
+    # What the layers' matrices and the logits' are kept as. native: as the model's file has them
+    weights: WeightFormat = "native"
     block_tokens: int = 16
     head_groups: int = 1  # the largest tensor-parallel degree that is served
     max_model_len: int = 0  # tokens; 0: what the model was made for

@@ -191,8 +191,8 @@ def test_head_groups_must_divide_the_heads(tmp_path: Path) -> None:
     ("name", "words"),
     [
         ("org/name", "hub ids are not supported yet.*hf download org/name"),
-        ("weights.gguf", "GGUF files are not supported yet"),
-        ("smollm3", "expected smollm2-135m-instruct or a directory"),
+        ("weights.gguf", "no such directory; expected .* a GGUF file"),
+        ("smollm3", "expected smollm2-135m-instruct, a GGUF file, or a directory"),
         ("./org/name", "no such directory"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvass.common.errors import Invalid
+from kvass.common.kernels import native_paged
 from kvass.common.native import library
 
 
@@ -27,6 +29,19 @@ def test_a_level_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
             library.level()
     finally:
         library.level.cache_clear()
+
+
+def test_a_structure_of_another_size_is_found() -> None:
+    class Other(ctypes.Structure):
+        _fields_ = [("data", ctypes.c_void_p)]
+
+    at_level = library.level()
+    if at_level is None:
+        pytest.skip(library.missing() or "switched off")
+    ours = native_paged._Pool, native_paged._Step, native_paged._Rows, native_paged._Turn
+    library.check_sizes("kvass_attention_sizes", at_level, *ours)
+    with pytest.raises(AssertionError, match="Other has 8 bytes here, 24 in the library"):
+        library.check_sizes("kvass_attention_sizes", at_level, *ours[:2], Other, ours[3])
 
 
 @pytest.mark.parametrize(

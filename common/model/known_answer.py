@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from kvass.common.block import BlockLayout, KvDtype
 from kvass.common.errors import Unavailable
 from kvass.common.kernels.formats import CODE_DTYPES, decode
+from kvass.common.kernels.gguf_blocks import Matrix, bf16_of
 from kvass.common.kernels.numerics import ROTATED, WeightFormat
 from kvass.common.kernels.rotation import hadamard
 from kvass.common.kernels.turn import Turn, turned
@@ -54,10 +55,10 @@ def known_answer(
         return load_file(file)["kv"]
 
     def projection_of(
-        weight: torch.Tensor, bias: torch.Tensor | None, *, is_head: bool = False
+        weight: Matrix, bias: torch.Tensor | None, *, is_head: bool = False
     ) -> Projection:
-        if weights != "bf16":
-            weight = executed(weight.to(torch.bfloat16), weights).float()
+        if weights not in ("bf16", "native"):
+            weight = executed(bf16_of(weight).to(torch.bfloat16), weights).float()
         return of_any_count(weight, bias)
 
     answer = torch.stack(dense_pass(model_dir, spec, prompt(spec), projection_of).stored)

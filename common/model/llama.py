@@ -17,6 +17,7 @@ from typing import Generic
 
 import torch
 
+from kvass.common.kernels.gguf_blocks import Blocks, bf16_of, stacked
 from kvass.common.kernels.native_paged import NativePagedKv, NativePlan
 from kvass.common.kernels.packed import PackedWeight
 from kvass.common.kernels.packed_layers import PackedLayer, PackedLayers
@@ -27,7 +28,8 @@ from kvass.common.model.projection import Projection, ProjectionOf
 from kvass.common.model.rope import angles, inverse_frequencies
 from kvass.common.model.spec import ModelSpec
 
-Read = Callable[[str], torch.Tensor]
+# A checkpoint's tensor by name, in the dtype to execute; blocks are executed as bf16.
+Read = Callable[[str], torch.Tensor | Blocks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +48,12 @@ class Llama:
     """The weights and the forward pass. Immutable after loading."""
 
     def __init__(self, spec: ModelSpec, read: Read, projection_of: ProjectionOf) -> None:
-        """`read` returns a checkpoint's tensor by name, in the dtype to execute."""
         self.spec = spec
         self._embedding = read("model.embed_tokens.weight")
         self._layers = [
             _read_layer(spec, read, projection_of, index) for index in range(spec.layers)
         ]
-        self._norm = read("model.norm.weight")
+        self._norm = _vector(read("model.norm.weight"))
         head = self._embedding if spec.tie_embeddings else read("lm_head.weight")
         self._head = projection_of(head, None, is_head=True)
         self.is_packed = isinstance(self._head, PackedWeight)
@@ -82,7 +83,7 @@ class Llama:
         turn = angles(positions, self._frequencies)
         write_turn = turn if write_rows is None else turn.of_rows(write_rows)
         step = _Step(kv, plan, turn, write_turn, write_rows, slots, offsets)
-        rows = self._embedding[tokens].float()
+        rows = self._embedded(tokens)
         first = self._layers[0].attention_norm
         normed = rms_norm(rows, first, self.spec.rms_norm_eps, self._threads)
         if self._packed is not None and write_rows is None and isinstance(kv, NativePagedKv):
@@ -119,6 +120,11 @@ class Llama:
         attended = step.attend(index, self._heads(to_q(normed)))
         normed = self._rest(layer, rows[logits_rows], attended[logits_rows], self._norm)
         return self._head.logits(normed)
+
+    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        if isinstance(self._embedding, Blocks):
+            return bf16_of(self._embedding.rows(tokens)).float()
+        return self._embedding[tokens].float()
 
     def _heads(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.view(rows.shape[0], -1, self.spec.head_dim)
@@ -180,16 +186,21 @@ def _read_layer(spec: ModelSpec, read: Read, projection_of: ProjectionOf, index:
         weights = [read(f"{prefix}.{name}_proj.weight") for name in names]
         bias = None
         if spec.qkv_bias and names[0].startswith("self_attn.") and names[0] != "self_attn.o":
-            bias = torch.cat([read(f"{prefix}.{name}_proj.bias") for name in names])
-        return projection_of(torch.cat(weights) if len(weights) > 1 else weights[0], bias)
+            bias = torch.cat([_vector(read(f"{prefix}.{name}_proj.bias")) for name in names])
+        return projection_of(stacked(weights) if len(weights) > 1 else weights[0], bias)
 
     q, both = "self_attn.q", ("self_attn.k", "self_attn.v")
     is_last = index == spec.layers - 1
     return Layer(
-        attention_norm=read(f"{prefix}.input_layernorm.weight"),
+        attention_norm=_vector(read(f"{prefix}.input_layernorm.weight")),
         qkv=(projection(q), projection(*both)) if is_last else (projection(q, *both),),
         output=projection("self_attn.o"),
-        mlp_norm=read(f"{prefix}.post_attention_layernorm.weight"),
+        mlp_norm=_vector(read(f"{prefix}.post_attention_layernorm.weight")),
         gate_up=projection("mlp.gate", "mlp.up"),
         down=projection("mlp.down"),
     )
+
+
+def _vector(found: torch.Tensor | Blocks) -> torch.Tensor:
+    assert isinstance(found, torch.Tensor), "a checkpoint has blocks in matrices only"
+    return found

@@ -33,10 +33,11 @@ import torch
 import torch.nn.functional as F
 
 from kvass.common.kernels import packed
+from kvass.common.kernels.gguf_blocks import Matrix, Stack, bf16_of
 from kvass.common.kernels.numerics import WeightFormat
 from kvass.common.kernels.packed import HugePages, PackedWeight
 from kvass.common.kernels.weight_formats import executed
-from kvass.common.model.projection import Projection, TorchProjection
+from kvass.common.model.projection import Projection, StackedProjection, TorchProjection
 
 # A step's rows are padded to one of these, so a step computes at most a fifth more than it needs,
 # and a kernel is built for few sizes. More rows are computed in pieces of the last: by then a
@@ -81,7 +82,9 @@ class Kind(NamedTuple):
 class Products:
     """One model's products, each kind of them tried when it is first met.
 
-    bf16 weights are executed as `weights` says; the logits' are int8 where others are int4.
+    bf16 weights are executed as `weights` says; the logits' are int8 where others are int4. Blocks
+    of a GGUF file are kept as they are if it says `native`; else, and where torch multiplies, as
+    bf16.
 
     Mutable fields: `packed` (kinds of packed weights), `found` (safe counts of torch's products by
     kind; empty: none were), `failures` (what was found in place of safe counts), `_bits` (of what
@@ -97,15 +100,27 @@ class Products:
     _pages: HugePages = field(default_factory=HugePages)
 
     def projection(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_head: bool = False
+        self, weight: Matrix, bias: torch.Tensor | None, *, is_head: bool = False
     ) -> Projection:
         """Return what multiplies by this weight; it may keep a copy of its own instead."""
+        if self.weights != "native":
+            weight = bf16_of(weight)
+        if isinstance(weight, Stack):
+            sizes = [part.shape[0] for part in weight.parts]
+            biases = [None] * len(sizes) if bias is None else torch.split(bias, sizes)
+            parts = zip(weight.parts, biases, strict=True)
+            return StackedProjection([self.projection(part, own) for part, own in parts])
         weights: WeightFormat = "int8" if is_head and self.weights == "int4" else self.weights
-        if weight.dtype != torch.bfloat16 or not packed.available():
+        if not packed.available():
+            weight = bf16_of(weight)
+        if isinstance(weight, torch.Tensor) and (
+            weight.dtype != torch.bfloat16 or not packed.available()
+        ):
             if weight.dtype == torch.bfloat16:
                 weight = executed(weight, weights)
             return TorchProjection(weight, bias, self.counts_of(weight, bias))
-        kind = Kind.of(weight, bias)
+        outputs, inputs = weight.shape
+        kind = Kind(outputs, inputs, torch.bfloat16, bias is not None)
         if kind not in self.packed:
             self.packed.add(kind)
             self._note_packed(kind)

@@ -1,8 +1,8 @@
 """A weight [out, in] that rows are multiplied by: what the models' layers hold.
 
 Two things can be one: `kernels/packed.PackedWeight`, where the machine has the instructions, and
-`TorchProjection`. Which one it is gets decided once, when a model is loaded
-(`Products.projection`).
+`TorchProjection`; or several of them, stacked. Which one it is gets decided once, when a model is
+loaded (`Products.projection`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from kvass.common.kernels.gguf_blocks import Matrix, bf16_of
 from kvass.common.model.layers import linear, logits
 
 
@@ -32,7 +33,7 @@ class ProjectionOf(Protocol):
     """Makes what multiplies by a weight [out, in], with its bias [out] or None."""
 
     def __call__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_head: bool = False
+        self, weight: Matrix, bias: torch.Tensor | None, *, is_head: bool = False
     ) -> Projection:
         """`is_head`: it makes the logits."""
         ...
@@ -54,8 +55,19 @@ class TorchProjection:
         return logits(rows, self.weight, self.counts)
 
 
-def of_any_count(
-    weight: torch.Tensor, bias: torch.Tensor | None, *, is_head: bool = False
-) -> Projection:
+@dataclass(frozen=True, slots=True)
+class StackedProjection:
+    """Weights one below the other that are kept in several ways: each has columns of the result."""
+
+    parts: Sequence[Projection]
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part(rows) for part in self.parts], -1)
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part.logits(rows) for part in self.parts], -1)
+
+
+def of_any_count(weight: Matrix, bias: torch.Tensor | None, *, is_head: bool = False) -> Projection:
     """Promise nothing: compute as many rows as there are."""
-    return TorchProjection(weight, bias, ())
+    return TorchProjection(bf16_of(weight), bias, ())

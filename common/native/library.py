@@ -53,6 +53,18 @@ def function_at(name: str, at_level: str, result: Any, *arguments: Any) -> Calla
     return found  # type: ignore[no-any-return]
 
 
+def check_sizes(name: str, at_level: str, *structures: type[ctypes.Structure]) -> None:
+    """Compare structures with the library's own; `name` is the function that writes its sizes.
+
+    A field too many or too few would have it read and write what is not there.
+    """
+    sizes = (ctypes.c_int64 * len(structures))()
+    function_at(name, at_level, None, ctypes.c_void_p)(ctypes.addressof(sizes))
+    for structure, size in zip(structures, sizes, strict=True):
+        ours = ctypes.sizeof(structure)
+        assert ours == size, f"{structure.__name__} has {ours} bytes here, {size} in the library"
+
+
 @functools.cache
 def level() -> str | None:
     """Return the level of instructions in use; None without a library."""

@@ -21,9 +21,9 @@ Model = Annotated[
     str | None,
     typer.Option(
         "--model",
-        metavar="NAME|DIR",
+        metavar="NAME|DIR|FILE",
         help=f"{configuration.DEFAULT_MODEL} (fetched once), or a directory with config.json, "
-        "safetensors and tokenizer files.",
+        "safetensors and tokenizer files, or a GGUF file.",
         rich_help_panel=_MODEL,
     ),
 ]

@@ -3,6 +3,7 @@
 // The rules are those of common/kernels/formats.py, bit for bit: a row's largest magnitude meets the
 // largest code, its scale is bf16, codes are computed with the rounded scale, round to even, saturate.
 
+#include "calls.h"
 #include "carry.h"
 #include "paged.h"
 #include "threads.h"

@@ -7,6 +7,7 @@
 // position and what is stored before it, and on nothing else. What a group computes beyond a row's own
 // positions weighs exactly nothing.
 
+#include "calls.h"
 #include "threads.h"
 #include "tile.h"
 
@@ -311,4 +312,12 @@ KVASS_PUBLIC void KVASS_AT(kvass_attend)(const Pool* pool, const Step* step, int
   if (pool->format == kBf16) body = attend_share<Codes<kBf16>>;
   if (pool->format == kInt4) body = attend_share<Codes<kInt4>>;
   kvass::parallel(static_cast<int>(step->threads), step->share_count * pool->kv_heads, body, &work);
+}
+
+// Writes the sizes of the structures that callers fill in: of Pool, Step, Rows and Turn.
+KVASS_PUBLIC void KVASS_AT(kvass_attention_sizes)(int64_t* sizes) {
+  sizes[0] = sizeof(Pool);
+  sizes[1] = sizeof(Step);
+  sizes[2] = sizeof(Rows);
+  sizes[3] = sizeof(Turn);
 }

@@ -6,25 +6,9 @@
 //
 // It is compiled for the level of products.cpp only.
 
-#include "heads.h"
+#include "calls.h"
 
 #if defined(__AVX512BF16__)
-
-extern "C" {
-void KVASS_AT(kvass_append)(const void* pool, int64_t layer, int64_t count, const Rows* k,
-                            const Rows* v, const Turn* turn, const int64_t* slots,
-                            const int64_t* offsets, int64_t threads);
-void KVASS_AT(kvass_attend)(const void* pool, const void* step, int64_t layer, const Rows* queries,
-                            const Turn* turn, float* out);
-void KVASS_AT(kvass_multiply)(int threads, const uint16_t* rows, int64_t count, int64_t inputs,
-                              int format, const uint8_t* weight, int64_t outputs,
-                              const float* bias, void* out, int rounded);
-void KVASS_AT(kvass_norm)(int threads, float* rows, const uint16_t* addend, const uint16_t* weight,
-                          float epsilon, uint16_t* out, int64_t count, int64_t width);
-void KVASS_AT(kvass_gate)(int threads, const uint16_t* gate_up, uint16_t* out, int64_t count,
-                          int64_t width);
-void KVASS_AT(kvass_narrow)(int threads, const float* from, uint16_t* out, int64_t count);
-}
 
 namespace {
 
@@ -44,8 +28,8 @@ struct Layer {
 struct Run {
   const Layer* layers;
   int64_t layer_count, kv_size;  // numbers of a row's keys
-  const void* pool;
-  const void* step;
+  const Pool* pool;
+  const Step* step;
   Turn turn;
   const int64_t* slots;
   const int64_t* offsets;
@@ -127,6 +111,13 @@ KVASS_PUBLIC void KVASS_AT(kvass_layers)(const Run* run) {
   Room room;
   cut(*run->layers, run->count, run->room, &room);
   for (int64_t index = 0; index < run->layer_count; index++) run_layer(*run, index, room);
+}
+
+// Writes the sizes of the structures that callers fill in: of Weight, Layer and Run.
+KVASS_PUBLIC void KVASS_AT(kvass_layers_sizes)(int64_t* sizes) {
+  sizes[0] = sizeof(Weight);
+  sizes[1] = sizeof(Layer);
+  sizes[2] = sizeof(Run);
 }
 
 #endif

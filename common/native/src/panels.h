@@ -7,7 +7,10 @@
 // scales are so large, or zero, that none is denormal (kernels/weight_formats.py). As 4 bits it is half
 // a vector of codes: those of the other 16 outputs are the high halves of the first ones' bytes. Before
 // every 16 pairs come the group's scales and its least weights, fp16, and a weight is its code times
-// the scale, exact, plus the least weight, rounded to float32 and then to bf16.
+// the scale, exact, plus the least weight, rounded to float32 and then to bf16. What GGUF files hold
+// besides is in block_panels.h.
+//
+// A panel's reader is opened at each group of pairs (`kGroup`), and then gives them one by one.
 
 #pragma once
 
@@ -22,7 +25,7 @@ namespace {
 
 constexpr int64_t kPanel = 32;                 // outputs: two vectors of sums a row
 constexpr int64_t kPanelPair = 2 * kPanel;     // values of a panel for one pair of inputs
-constexpr int64_t kGroupPairs = 16;            // that share scales
+constexpr int64_t kGroupPairs = 16;            // that share scales, in most formats
 constexpr int64_t kAhead = 4096;               // bytes; measured: 2 to 8 KiB are alike
 
 constexpr int64_t up(int64_t value, int64_t unit) { return (value + unit - 1) / unit; }
@@ -39,6 +42,7 @@ KVASS_INLINE void prefetch(const uint8_t* at) {
 
 // Weights as they are.
 struct Bf16Panel {
+  static constexpr int64_t kGroup = kGroupPairs;
   const uint8_t* at;
 
   static int64_t size(int64_t pairs) { return 2 * pairs * kPanelPair; }
@@ -60,8 +64,22 @@ KVASS_INLINE __m512 twice(__m512i values, int first) {
   return (__m512)_mm512_maskz_permutexvar_epi16(0xAAAAAAAA, from, values);
 }
 
-// Codes of 8 bits.
-struct Int8Panel {
+KVASS_INLINE __m512 twice(__m256 values) {
+  const __m512i lanes = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+  return _mm512_permutexvar_ps(lanes, _mm512_castps256_ps512(values));
+}
+
+KVASS_INLINE __m256 halves(const uint8_t* from) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+
+// Each lane's fp16, as float32, twice: of the eight lanes at `from`.
+KVASS_INLINE __m512 twice_half(const uint8_t* from) { return twice(halves(from)); }
+
+// Codes of 8 bits; scales are bf16, or fp16.
+template <bool is_half>
+struct BytePanel {
+  static constexpr int64_t kGroup = kGroupPairs;
   const uint8_t* at;
   __m512 scales[4] = {};
 
@@ -69,10 +87,10 @@ struct Int8Panel {
     return pairs * kPanelPair + up(pairs, kGroupPairs) * 2 * kPanel;
   }
   KVASS_INLINE void open_group() {
-    const __m512i values = _mm512_loadu_si512(at);
     prefetch(at);
+    for (int part = 0; part < 4; part++)
+      scales[part] = is_half ? twice_half(at + 16 * part) : twice(_mm512_loadu_si512(at), 8 * part);
     at += 2 * kPanel;
-    for (int part = 0; part < 4; part++) scales[part] = twice(values, 8 * part);
   }
   KVASS_INLINE __m512 weights(int part) const {
     const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at) + part);
@@ -87,15 +105,31 @@ struct Int8Panel {
   }
 };
 
-// Each lane's fp16, as float32, twice: of the eight lanes at `from`.
-KVASS_INLINE __m512 twice_half(const uint8_t* from) {
-  const __m512i lanes = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
-  const __m256 wide = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-  return _mm512_permutexvar_ps(lanes, _mm512_castps256_ps512(wide));
+// A pair's codes of 4 bits, a vector a part.
+struct HalfBytes {
+  __m512i part[4];
+
+  KVASS_INLINE explicit HalfBytes(const uint8_t* at) {
+    const __m128i* from = reinterpret_cast<const __m128i*>(at);
+    const __m512i one = _mm512_cvtepu8_epi32(_mm_loadu_si128(from));
+    const __m512i two = _mm512_cvtepu8_epi32(_mm_loadu_si128(from + 1));
+    const __m512i mask = _mm512_set1_epi32(15);
+    part[0] = _mm512_and_si512(one, mask);
+    part[1] = _mm512_and_si512(two, mask);
+    part[2] = _mm512_srli_epi32(one, 4);
+    part[3] = _mm512_srli_epi32(two, 4);
+  }
+};
+
+// Makes a pair of four parts, which `weights` gives.
+template <typename Weights>
+KVASS_INLINE Pair rounded(Weights weights) {
+  return {_mm512_cvtne2ps_pbh(weights(1), weights(0)), _mm512_cvtne2ps_pbh(weights(3), weights(2))};
 }
 
 // Codes of 4 bits.
 struct Int4Panel {
+  static constexpr int64_t kGroup = kGroupPairs;
   const uint8_t* at;
   __m512 scales[4] = {}, least[4] = {};
 
@@ -111,31 +145,25 @@ struct Int4Panel {
     }
     at += 4 * kPanel;
   }
-  KVASS_INLINE __m512 weights(__m512i codes, int part) const {
-    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(codes), scales[part], least[part]);
-  }
   KVASS_INLINE Pair next() {
-    const __m128i* from = reinterpret_cast<const __m128i*>(at);
-    const __m512i one = _mm512_cvtepu8_epi32(_mm_loadu_si128(from));
-    const __m512i two = _mm512_cvtepu8_epi32(_mm_loadu_si128(from + 1));
-    const __m512i mask = _mm512_set1_epi32(15);
-    const Pair pair{_mm512_cvtne2ps_pbh(weights(_mm512_and_si512(two, mask), 1),
-                                        weights(_mm512_and_si512(one, mask), 0)),
-                    _mm512_cvtne2ps_pbh(weights(_mm512_srli_epi32(two, 4), 3),
-                                        weights(_mm512_srli_epi32(one, 4), 2))};
+    const HalfBytes codes(at);
     prefetch(at);
     at += kPanelPair / 2;
-    return pair;
+    return rounded([&](int part) __attribute__((always_inline)) {
+      return _mm512_fmadd_ps(_mm512_cvtepi32_ps(codes.part[part]), scales[part], least[part]);
+    });
   }
 };
+
+using Int8Panel = BytePanel<false>;
 
 // Writes a panel's weights as bf16, in the order of a Bf16Panel.
 template <typename Panel>
 void unpack(const uint8_t* weight, int64_t pairs, uint8_t* out) {
   Panel panel{weight};
-  for (int64_t first = 0; first < pairs; first += kGroupPairs) {
+  for (int64_t first = 0; first < pairs; first += Panel::kGroup) {
     panel.open_group();
-    const int64_t stop = least(first + kGroupPairs, pairs);
+    const int64_t stop = least(first + Panel::kGroup, pairs);
     for (int64_t pair = first; pair < stop; pair++, out += 2 * kPanelPair) {
       const Pair read = panel.next();
       _mm512_store_si512(out, (__m512i)read.low);

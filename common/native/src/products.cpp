@@ -21,6 +21,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "block_panels.h"
+#include "calls.h"
 #include "panels.h"
 #include "threads.h"
 
@@ -101,16 +103,16 @@ void multiply_block(const Product& p, int64_t first, int64_t panel, const uint8_
   __m512 low[rows], high[rows];
 #pragma GCC unroll 12
   for (int row = 0; row < rows; row++) low[row] = high[row] = _mm512_setzero_ps();
-  for (int64_t group = 0; group < pairs; group += kGroupPairs) {
+  for (int64_t group = 0; group < pairs; group += Panel::kGroup) {
     reader.open_group();
-    const int64_t stop = least(group + kGroupPairs, pairs);
+    const int64_t stop = least(group + Panel::kGroup, pairs);
     for (int64_t pair = group; pair < stop; pair++)
       add_pair<rows>(low, high, reader.next(), [=](int row) __attribute__((always_inline)) {
         return load<int32_t>(from + row * inputs + 2 * pair);
       });
   }
   if (inputs % 2) {  // the last input has no second: zero times whatever weight
-    if (pairs % kGroupPairs == 0) reader.open_group();
+    if (pairs % Panel::kGroup == 0) reader.open_group();
     add_pair<rows>(low, high, reader.next(), [=](int row) __attribute__((always_inline)) {
       return static_cast<int32_t>(from[row * inputs + 2 * pairs]);
     });
@@ -127,11 +129,15 @@ void multiply_block(const Product& p, int64_t first, int64_t panel, const uint8_
         multiply_block<10, Panel>, multiply_block<11, Panel>, multiply_block<12, Panel>,          \
   }
 
-// By number; packed.py knows them too.
+// By number; packed.py knows them too. Q4_1 is Int4Panel.
 constexpr Format kFormats[] = {
     {KVASS_BLOCKS(Bf16Panel), Bf16Panel::size, nullptr},
     {KVASS_BLOCKS(Int8Panel), Int8Panel::size, unpack<Int8Panel>},
     {KVASS_BLOCKS(Int4Panel), Int4Panel::size, unpack<Int4Panel>},
+    {KVASS_BLOCKS(Q8Panel), Q8Panel::size, unpack<Q8Panel>},
+    {KVASS_BLOCKS(Q4ZeroPanel), Q4ZeroPanel::size, unpack<Q4ZeroPanel>},
+    {KVASS_BLOCKS(Q4KPanel), Q4KPanel::size, unpack<Q4KPanel>},
+    {KVASS_BLOCKS(Q6KPanel), Q6KPanel::size, unpack<Q6KPanel>},
 };
 
 // Returns room of this thread's, which it keeps: threads are few, and last as long as the process.

@@ -7,6 +7,7 @@
 
 #include <cstring>
 
+#include "calls.h"
 #include "level.h"
 #include "threads.h"
 

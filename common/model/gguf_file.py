@@ -1,0 +1,184 @@
+"""A GGUF file's header: its metadata, and where its tensors are. Torch-free.
+
+Nothing in a header is believed: every count, length and offset is checked against the file before
+anything is read or kept for it, so a broken or hostile file costs an error and no more. (The
+`gguf` package's reader counts to whatever an array's length says; convert.py uses it for the one
+file whose digest is pinned.) Tensor types that nothing here multiplies by are refused by name.
+
+The format: version 2 and 3, little-endian, as ggml's gguf.md says.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvass.common.errors import Invalid
+
+MAGIC = b"GGUF"
+# Inputs that share a block, and its bytes, by ggml's number of the type.
+TYPES = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    8: ("Q8_0", 32, 34),
+    12: ("Q4_K", 256, 144),
+    14: ("Q6_K", 256, 210),
+    30: ("BF16", 1, 2),
+}
+# What files hold that are otherwise fine, for the error.
+_OTHER_TYPES = {6: "Q5_0", 7: "Q5_1", 10: "Q2_K", 11: "Q3_K", 13: "Q5_K", 15: "Q8_K"}
+_COUNT_MAX = 1 << 20  # tensors, and metadata values; models have some thousand tensors at most
+_DIMENSIONS_MAX = 4  # ggml's own
+_ALIGNMENT_MAX = 1 << 16
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """`size` bytes at `offset` of the file: rows of `shape`'s last dimension, block after block."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """What a header says, checked against the file's length."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+
+    @classmethod
+    def open(cls, path: Path) -> GgufFile:
+        """Read a header; raises Invalid with the file named."""
+        try:
+            with path.open("rb") as file, _mapped(file.fileno()) as data:
+                return _read(path, _Cursor(data))
+        except _Bad as error:
+            raise Invalid(f"{path}: not a readable GGUF file: {error}") from None
+        except OSError as error:
+            raise Invalid(f"{path}: {error}") from None
+
+
+class _Bad(Exception):
+    """What is wrong with a header, in words."""
+
+
+def _mapped(descriptor: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+    except ValueError:  # an empty file
+        raise _Bad("it is empty") from None
+
+
+class _Cursor:
+    """Reads a header from its first byte on. Mutable field: `at`."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data = data
+        self.at = 0
+
+    def take(self, count: int) -> bytes:
+        """Return the next bytes."""
+        if count > len(self.data) - self.at:
+            raise _Bad(f"at byte {self.at} it says {count} more, and has {self.left}")
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+    @property
+    def left(self) -> int:
+        return len(self.data) - self.at
+
+    def number(self, form: str) -> Any:
+        return struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}")))[0]
+
+    def count(self, what: str, most: int) -> int:
+        """Read a count of 64 bits that must not exceed `most`."""
+        found: int = self.number("Q")
+        if found > most:
+            raise _Bad(f"{found} {what}; at most {most} can be")
+        return found
+
+    def text(self) -> str:
+        raw = self.take(self.count("bytes of a text", self.left))
+        try:
+            return raw.decode()
+        except UnicodeDecodeError as error:
+            raise _Bad(f"a text before byte {self.at} is not UTF-8: {error.reason}") from None
+
+    def value(self, kind: int) -> Any:
+        """Read one metadata value; arrays hold no arrays."""
+        if kind == _STRING:
+            return self.text()
+        if kind == _BOOL:
+            return self.number("B") != 0
+        if kind in _NUMBERS:
+            return self.number(_NUMBERS[kind])
+        if kind != _ARRAY:
+            raise _Bad(f"a metadata value of the unknown type {kind}")
+        inner: int = self.number("I")
+        if inner in _NUMBERS or inner == _BOOL:
+            form = _NUMBERS.get(inner, "?")
+            count = self.count("numbers of an array", self.left // struct.calcsize(f"<{form}"))
+            raw = self.take(count * struct.calcsize(f"<{form}"))
+            return list(struct.unpack(f"<{count}{form}", raw))
+        if inner != _STRING:
+            raise _Bad(f"an array of the type {inner}")
+        return [self.text() for _ in range(self.count("texts of an array", self.left // 8))]
+
+
+def _read(path: Path, cursor: _Cursor) -> GgufFile:
+    if cursor.take(4) != MAGIC:
+        raise _Bad("it does not begin with GGUF")
+    version = cursor.number("I")
+    if version not in (2, 3):
+        raise _Bad(f"version {version}; supported: 2 and 3, little-endian")
+    tensor_count = cursor.count("tensors", _COUNT_MAX)
+    metadata: dict[str, Any] = {}
+    for _ in range(cursor.count("metadata values", _COUNT_MAX)):
+        name = cursor.text()
+        metadata[name] = cursor.value(cursor.number("I"))
+    found = [_read_tensor(cursor) for _ in range(tensor_count)]
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or not 1 <= alignment <= _ALIGNMENT_MAX:
+        raise _Bad(f"general.alignment is {alignment!r}")
+    start = cursor.at + -cursor.at % alignment
+    tensors = {}
+    for name, tensor in found:
+        end = start + tensor.offset + tensor.size
+        if end > len(cursor.data):
+            raise _Bad(f"{name} ends at byte {end}, the file at {len(cursor.data)}: it is cut off")
+        if name in tensors:
+            raise _Bad(f"two tensors have the name {name}")
+        tensors[name] = GgufTensor(tensor.dtype, tensor.shape, start + tensor.offset, tensor.size)
+    return GgufFile(path, metadata, tensors)
+
+
+def _read_tensor(cursor: _Cursor) -> tuple[str, GgufTensor]:
+    """Read a name and an entry; its offset is from the first tensor's on."""
+    name = cursor.text()
+    dimensions = cursor.number("I")
+    if not 1 <= dimensions <= _DIMENSIONS_MAX:
+        raise _Bad(f"{name} has {dimensions} dimensions")
+    shape = tuple(reversed([cursor.number("Q") for _ in range(dimensions)]))
+    number = cursor.number("I")
+    if number not in TYPES:
+        other = _OTHER_TYPES.get(number, f"number {number}")
+        known = ", ".join(name for name, _, _ in TYPES.values())
+        raise _Bad(f"{name} is of the type {other}, which is not supported; supported: {known}")
+    dtype, values, size = TYPES[number]
+    if shape[-1] % values:
+        raise _Bad(f"{name} is {dtype} with rows of {shape[-1]}, no multiple of {values}")
+    total = size * (shape[-1] // values)
+    for length in shape[:-1]:
+        total *= length
+    return name, GgufTensor(dtype, shape, cursor.number("Q"), total)
