@@ -48,9 +48,9 @@ def function_at(name: str, at_level: str, result: Any, *arguments: Any) -> Calla
     """Return a function of the library at a level that this machine runs."""
     loaded = _library()
     assert loaded is not None
-    found = getattr(loaded, f"{name}_{at_level}")
+    found = loaded[f"{name}_{at_level}"]  # its own: an attribute's types are every caller's
     found.restype, found.argtypes = result, arguments
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def check_sizes(name: str, at_level: str, *structures: type[ctypes.Structure]) -> None:
