@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import settings
 
 from kvass.common.event_loop import BACKEND, BACKEND_OPTIONS
 from parts import spent
+
+# As workers do (launch/role.py): two test processes whose torch threads spin while they wait take
+# each other's cores, and what takes a minute takes five. Before torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # A shared machine is slow at times; how long an example takes is no property of ours.
 settings.register_profile("kvass", deadline=None)
