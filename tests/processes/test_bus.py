@@ -72,7 +72,7 @@ async def test_a_kill_is_a_loss_until_it_is_back_and_a_leave_is_none(
                 await until(partial(logged, "store store-0 joined"), within_s=2)
                 assert lost() == []
                 one.process.send_signal(signal.SIGINT if leaves else signal.SIGKILL)
-                with anyio.fail_after(3):
+                with anyio.fail_after(10):  # a process that leaves on a busy machine takes its time
                     while start_id in watcher.table:
                         await watcher.changed()
                 assert lost() == ([] if leaves else ["store-0"])
