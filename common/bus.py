@@ -16,6 +16,7 @@ import logging
 import random
 import re
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import aiomqtt
@@ -232,11 +233,15 @@ class Bus:
 
     async def _say_goodbye(self) -> None:
         topics, self._retained = list(self._retained), {}
+        # All are sent before any is acknowledged: the orderly end that follows calls off the last
+        # will, so that what was not sent for want of an answer would never be said.
         with anyio.move_on_after(GOODBYE_TIMEOUT_S, shield=True):
-            if self._last_words is not None and self._own_topic in topics:
-                await self.publish(self._own_topic, self._last_words(), qos=1)
-            for topic in topics:
-                await self.publish(topic, b"", qos=1, retain=True)
+            async with anyio.create_task_group() as tasks:
+                if self._last_words is not None and self._own_topic in topics:
+                    words = self._last_words()
+                    tasks.start_soon(partial(self.publish, self._own_topic, words, qos=1))
+                for topic in topics:
+                    tasks.start_soon(partial(self.publish, topic, b"", qos=1, retain=True))
 
 
 async def _disconnect(client: aiomqtt.Client) -> None:

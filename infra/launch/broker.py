@@ -7,6 +7,7 @@ access rules of its own.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -36,12 +37,41 @@ class _Subscriptions(dict[str, Any]):
         return list(super().items())
 
 
+class _Broker(Broker):  # type: ignore[misc]  # amqtt has no types
+    """Leaves no connection open.
+
+    amqtt forgets some: of a peer that left before it had said a word of MQTT, of one that was
+    killed while the broker ended. Mutable field: `_open`, the connections being served.
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        super().__init__(settings)
+        self._subscriptions = _Subscriptions()
+        self._open: set[asyncio.StreamWriter] = set()
+
+    async def stream_connected(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener_name: str
+    ) -> None:
+        self._open.add(writer)
+        try:
+            await super().stream_connected(reader, writer, listener_name)
+        finally:
+            self._open.discard(writer)
+            writer.close()
+
+    async def close_rest(self) -> None:
+        """Close what a shutdown left open; a connection's end is its loop's next turn."""
+        for writer in self._open:
+            writer.transport.abort()
+        await asyncio.sleep(0)
+
+
 @asynccontextmanager
 async def run_broker(address: str) -> AsyncIterator[None]:
     """Serve MQTT on `host:port` while the context lasts; raises Unavailable when it is taken."""
     for name in _LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
-    broker = Broker(
+    broker = _Broker(
         {
             "listeners": {"default": {"type": "tcp", "bind": address}},
             "plugins": {
@@ -49,7 +79,6 @@ async def run_broker(address: str) -> AsyncIterator[None]:
             },
         }
     )
-    broker._subscriptions = _Subscriptions()
     try:
         await broker.start()
     except BrokerError as error:
@@ -59,3 +88,5 @@ async def run_broker(address: str) -> AsyncIterator[None]:
     finally:
         with anyio.move_on_after(5.0, shield=True):
             await broker.shutdown()
+        with anyio.CancelScope(shield=True):
+            await broker.close_rest()

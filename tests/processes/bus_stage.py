@@ -94,3 +94,31 @@ async def until(true: Callable[[], bool], *, within_s: float) -> None:
     with anyio.fail_after(within_s):
         while not true():  # noqa: ASYNC110 (nothing tells of it)
             await anyio.sleep(0.01)
+
+
+@asynccontextmanager
+async def silent_way(broker: str) -> AsyncIterator[tuple[str, anyio.Event]]:
+    """A way to a broker that carries no more answers from when the event is set."""
+    host, port = broker.split(":")
+    silence = anyio.Event()
+
+    async def carry(one: anyio.abc.SocketStream) -> None:
+        async with one, await anyio.connect_tcp(host, int(port)) as other:
+
+            async def answers() -> None:
+                async for data in other:
+                    if not silence.is_set():
+                        await one.send(data)
+
+            async with anyio.create_task_group() as ways:
+                ways.start_soon(answers)
+                async for data in one:
+                    await other.send(data)
+                ways.cancel_scope.cancel()
+
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    address = listener.extra(anyio.abc.SocketAttribute.local_address)
+    async with listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, carry)
+        yield f"{address[0]}:{address[1]}", silence
+        tasks.cancel_scope.cancel()

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from amqtt.broker import Broker
 
-from bus_stage import FIELDS, SEAL, free_broker, live, member, started, until
+from bus_stage import FIELDS, SEAL, free_broker, live, member, silent_way, started, until
 from kvass.common import bus
 from kvass.common.errors import Incompatible, Invalid, Unavailable
 from kvass.common.membership import Peer
@@ -81,6 +81,21 @@ async def test_a_kill_is_a_loss_until_it_is_back_and_a_leave_is_none(
         async with started(broker, "store", "store-0", {}) as again:
             await live(watcher, "store", [(await again.next())["start_id"]], within_s=2)
             assert lost() == []
+
+
+async def test_a_goodbye_is_heard_though_nothing_is_acknowledged(broker: str) -> None:
+    async with (
+        run_broker(broker),
+        silent_way(broker) as (way, silence),
+        member(broker, "gateway", "g") as watcher,
+    ):
+        async with member(way, "store", "store-0", {}) as one:
+            await one.announce("127.0.0.1:7")
+            start_id = one.hello.start_id
+            await live(watcher, "store", [start_id], within_s=2)
+            silence.set()
+        await until(lambda: start_id not in watcher.table, within_s=1)
+        assert watcher.table.lost(watcher._clock.now_s()) == [], "it left: it is not lost"
 
 
 @pytest.mark.process
@@ -188,6 +203,21 @@ async def test_a_member_may_subscribe_while_the_broker_greets_another(
         for walk in (subscriptions, subscriptions.items()):
             for number, _ in enumerate(walk):
                 subscriptions[f"came/{len(subscriptions)}/{number}"] = []
+
+
+async def test_the_broker_leaves_no_connection_open(broker: str) -> None:
+    port = int(broker.rpartition(":")[2])
+    async with run_broker(broker):
+        async with await anyio.connect_tcp("127.0.0.1", port) as stranger:
+            await stranger.send(b"GET / HTTP/1.1\r\n" + bytes(100))
+            await stranger.send_eof()
+            with anyio.fail_after(2), pytest.raises(anyio.EndOfStream):
+                await stranger.receive()
+        silent = await anyio.connect_tcp("127.0.0.1", port)
+        await anyio.sleep(0.05)
+    async with silent:
+        with anyio.fail_after(2), pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
+            await silent.receive()
 
 
 @pytest.mark.process
