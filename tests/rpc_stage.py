@@ -8,17 +8,19 @@ from dataclasses import dataclass, field
 
 import anyio
 import anyio.abc
+import anyio.lowlevel
 
 from kvass.common import errors, wire
 from kvass.common.rpc.client import Client
 from kvass.common.rpc.credentials import Credentials
 from kvass.common.rpc.dial import Dialer
 from kvass.common.rpc.hello import Hello
-from kvass.common.rpc.server import Call, Handler, Server, listen
+from kvass.common.rpc.server import Answer, Call, Handler, Server, listen
 from kvass.common.wire import Message
 from trust import CREDENTIALS
 
 REPLIES = wire.Tags(wire.WORKER_REPLIES)
+LATER = " later"
 CLUSTER: dict[str, str | int] = {"block_tokens": 16, "kv_dtype": "fp8"}
 
 
@@ -33,17 +35,27 @@ class Worker:
     cancelled: list[str] = field(default_factory=list)
     sent: int = 0
     left: list[str] = field(default_factory=list)
+    noted: list[str] = field(default_factory=list)  # of calls whose answer was on its way
     address: str = ""
     credentials: Credentials = CREDENTIALS
 
-    async def over(self, call: Call) -> Message:
+    def over(self, call: Call) -> Message | Answer:
+        """Answer at once, or in a task if the request's id ends so."""
         assert isinstance(call.request, wire.PrefillOver)
-        wanted = call.request.request_id
+        wanted, later, _ = call.request.request_id.partition(LATER)
+        call.after(lambda: self.noted.append(wanted))
+        return self._later(wanted) if later else self._answer(wanted)
+
+    async def _later(self, wanted: str) -> Message:
+        await anyio.lowlevel.checkpoint()
         if wanted == "hang":
             try:
                 await anyio.sleep_forever()
             finally:
                 self.cancelled.append(wanted)
+        return self._answer(wanted)
+
+    def _answer(self, wanted: str) -> Message:
         raised: dict[str, errors.KvassError] = {
             "invalid": errors.Invalid("no such thing", parameter="x", http_status=422),
             "overloaded": errors.Overloaded("full", retry_after_s=2.5),
@@ -54,6 +66,8 @@ class Worker:
             raise raised[wanted]
         if wanted == "bug":
             raise ZeroDivisionError("nobody thought of this")
+        if wanted == "no disk":
+            raise OSError("nobody thought of this")
         if wanted == "broken":
             raise AssertionError("free + used != total")
         if wanted == "large":

@@ -20,7 +20,18 @@ from kvass.common.rpc.client import ITEMS_BUFFERED, open_client
 from kvass.common.rpc.dial import Dialer
 from kvass.common.rpc.hello import Hello
 from kvass.common.rpc.server import listen
-from rpc_stage import CLUSTER, REPLIES, connected, dialled, generate, hello, over, serving, until
+from rpc_stage import (
+    CLUSTER,
+    LATER,
+    REPLIES,
+    connected,
+    dialled,
+    generate,
+    hello,
+    over,
+    serving,
+    until,
+)
 from trust import CREDENTIALS
 
 pytestmark = pytest.mark.anyio
@@ -52,10 +63,14 @@ async def test_calls_and_streams_share_a_connection() -> None:
         ("incompatible", errors.Unavailable),  # not in the middle of a call: go elsewhere
     ],
 )
-async def test_errors_arrive_as_they_were_raised(name: str, kind: type[errors.KvassError]) -> None:
+@pytest.mark.parametrize("later", ["", LATER])
+async def test_errors_arrive_as_they_were_raised(
+    name: str, kind: type[errors.KvassError], later: str
+) -> None:
     async with serving() as worker, connected(worker) as (client, _):
         with pytest.raises(kind) as caught:
-            await over(client, name)
+            await over(client, name + later)
+        assert worker.noted == []
         if isinstance(caught.value, errors.Invalid):
             assert (caught.value.parameter, caught.value.http_status) == ("x", 422)
         if isinstance(caught.value, errors.Overloaded):
@@ -63,11 +78,33 @@ async def test_errors_arrive_as_they_were_raised(name: str, kind: type[errors.Kv
         assert await over(client, "next") == wire.Done()
 
 
-async def test_a_reply_over_the_limit_is_an_error_and_not_a_lost_connection() -> None:
+@pytest.mark.parametrize("later", ["", LATER])
+async def test_a_reply_over_the_limit_is_an_error_and_not_a_lost_connection(later: str) -> None:
     async with serving() as worker, connected(worker) as (client, _):
         with pytest.raises(errors.Invalid, match="over the limit"):
-            await over(client, "large")
+            await over(client, "large" + later)
         assert await over(client, "next") == wire.Done()
+
+
+async def test_what_need_not_be_waited_for_is_done_after_the_answer() -> None:
+    async with serving() as worker, connected(worker) as (client, _):
+        hanging = wire.PrefillOver(request_id="hang" + LATER)
+        with pytest.raises(errors.DeadlineExceeded):
+            await client.call(hanging, deadline_s=0.05)
+        for number in range(3):
+            for later in ("", LATER):
+                await over(client, f"{number}{later}")
+        await until(lambda: worker.noted == ["0", "0", "1", "1", "2", "2"])
+
+
+async def test_what_is_answered_at_once_is_answered_beside_calls_that_wait() -> None:
+    async with serving() as worker, connected(worker) as (client, tasks):
+        tasks.start_soon(over, client, "hang" + LATER)
+        await until(lambda: len(client._waiting) == 1)
+        for _ in range(server.CALLS_MAX + 1):
+            assert await over(client, "quick") == wire.Done()
+        tasks.cancel_scope.cancel()
+        await anyio.sleep_forever()
 
 
 async def test_a_request_that_nobody_handles_is_refused() -> None:
@@ -80,7 +117,7 @@ async def test_a_request_that_nobody_handles_is_refused() -> None:
 async def test_a_deadline_cancels_at_the_peer() -> None:
     async with serving() as worker, connected(worker) as (client, _):
         with pytest.raises(errors.DeadlineExceeded, match=r"decode-0.*PrefillOver.*0\.05 s"):
-            await over(client, "hang", deadline_s=0.05)
+            await over(client, "hang" + LATER, deadline_s=0.05)
         await until(lambda: worker.cancelled == ["hang"])
         assert await over(client, "next") == wire.Done()
 
@@ -88,7 +125,7 @@ async def test_a_deadline_cancels_at_the_peer() -> None:
 async def test_cancelling_a_call_cancels_at_the_peer() -> None:
     async with serving() as worker, connected(worker) as (client, _):
         async with anyio.create_task_group() as callers:
-            callers.start_soon(over, client, "hang")
+            callers.start_soon(over, client, "hang" + LATER)
             await until(lambda: len(client._waiting) == 1)
             await over(client, "quick")
             callers.cancel_scope.cancel()
@@ -124,7 +161,7 @@ async def test_a_lost_connection_fails_its_calls_and_cancels_its_handlers() -> N
 
         async def call() -> None:
             try:
-                await over(client, "hang")
+                await over(client, "hang" + LATER)
             except errors.KvassError as error:
                 outcome.append(error)
 

@@ -16,7 +16,18 @@ from kvass.common.rpc import hello as rpc_hello
 from kvass.common.rpc import server as rpc_server
 from kvass.common.rpc.dial import Dialer
 from kvass.common.rpc.server import listen
-from rpc_stage import REPLIES, Worker, connected, dialled, generate, hello, over, serving, until
+from rpc_stage import (
+    LATER,
+    REPLIES,
+    Worker,
+    connected,
+    dialled,
+    generate,
+    hello,
+    over,
+    serving,
+    until,
+)
 from trust import CREDENTIALS
 
 pytestmark = pytest.mark.anyio
@@ -33,7 +44,7 @@ def framed(value: object) -> bytes:
     return struct.pack("<I", len(packed)) + packed
 
 
-CALL = framed([frames.CALL, 1, {"t": "prefill_over", "request_id": "hang"}])
+CALL = framed([frames.CALL, 1, {"t": "prefill_over", "request_id": "hang" + LATER}])
 
 
 async def proved(worker: Worker) -> anyio.abc.SocketStream:
@@ -153,21 +164,23 @@ async def test_a_message_that_is_wrong_costs_its_call_only() -> None:
                     answer += await stream.receive()
 
 
+@pytest.mark.parametrize("bug", ["bug", "bug" + LATER, "no disk"])
 async def test_a_bug_costs_the_call_that_met_it_and_is_logged(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, bug: str
 ) -> None:
     async with serving() as worker, connected(worker) as (client, _):
         with pytest.raises(errors.Unavailable, match=r"PrefillOver met a bug.*nobody thought"):
-            await over(client, "bug")
+            await over(client, bug)
         assert "Traceback" in caplog.text and "PrefillOver of gateway gateway-0" in caplog.text
         await over(client, "quick")
 
 
-async def test_a_broken_invariant_ends_the_server() -> None:
+@pytest.mark.parametrize("later", ["", LATER])
+async def test_a_broken_invariant_ends_the_server(later: str) -> None:
     with pytest.raises(ExceptionGroup) as caught:
         async with serving() as worker, connected(worker) as (client, _):
             with pytest.raises(errors.Unavailable):
-                await over(client, "broken")
+                await over(client, "broken" + later)
             await anyio.sleep(1.0)
     assert caught.group_contains(AssertionError, match="used != total")
 
@@ -177,7 +190,7 @@ async def test_too_many_calls_are_overload(monkeypatch: pytest.MonkeyPatch) -> N
     async with serving() as worker, connected(worker) as (client, _):
         async with anyio.create_task_group() as callers:
             for _ in range(2):
-                callers.start_soon(over, client, "hang")
+                callers.start_soon(over, client, "hang" + LATER)
             await until(lambda: len(client._waiting) == 2)
             with pytest.raises(errors.Overloaded):
                 await over(client, "quick")

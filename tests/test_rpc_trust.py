@@ -19,7 +19,7 @@ from kvass.common.rpc.client import open_client
 from kvass.common.rpc.credentials import Credentials
 from kvass.common.rpc.server import listen
 from kvass.common.secret import Secret
-from rpc_stage import REPLIES, connected, dialled, hello, over, serving, until
+from rpc_stage import LATER, REPLIES, connected, dialled, hello, over, serving, until
 from trust import CREDENTIALS
 
 pytestmark = pytest.mark.anyio
@@ -193,7 +193,7 @@ async def test_nothing_is_called_before_the_proof(first: bool) -> None:
         talk = frames.Frames(stream)
         if not first:
             await talk.send(frames.HELLO, 0, greeting())
-        await talk.send(frames.CALL, 1, wire.PrefillOver(request_id="hang"))
+        await talk.send(frames.CALL, 1, wire.PrefillOver(request_id="hang" + LATER))
         assert ("must be a hello" if first else "must be a proof") in await refused(stream)
         assert not worker.cancelled and not worker.left
 

@@ -1,11 +1,13 @@
-"""The answering side: calls of any number of connections, each in a task of its own."""
+"""The answering side: calls of any number of connections. What is answered without waiting is
+answered as it comes; every other call has a task of its own."""
 
 from __future__ import annotations
 
 import errno
 import logging
 import ssl
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import anyio
@@ -40,31 +42,71 @@ CALLS_MAX = 1024  # per connection: a gateway's whole load on one worker, severa
 
 
 class Call:
-    """One call as its handler sees it: the request, who asks, and a way to stream answers."""
+    """One call as its handler sees it: the request, who asks, and a way to stream answers. Mutable
+    field: `_rest`, what is left to do when it is answered."""
 
-    __slots__ = ("_call_id", "_frames", "peer", "request")
+    __slots__ = ("_call_id", "_frames", "_rest", "peer", "request")
 
     def __init__(self, request: Message, peer: Hello, frames: Frames, call_id: int) -> None:
         self.request = request
         self.peer = peer
         self._frames = frames
         self._call_id = call_id
+        self._rest: tuple[Callable[[], None], ...] = ()
 
     async def send(self, message: Message) -> None:
         """Add one message to the answer's stream."""
         await self._frames.send(ITEM, self._call_id, message)
 
+    def after(self, rest: Callable[[], None]) -> None:
+        """Do something when the answer is on its way, since the caller need not wait for it. It is
+        not done for a peer that is gone."""
+        self._rest += (rest,)
 
-# A handler returns the reply of a unary call, or None after it has streamed everything.
-Handler = Callable[[Call], Awaitable[Message | None]]
+    async def reply(self, message: Message | None) -> None:
+        """Answer: with a message, or with the end of what was streamed."""
+        try:
+            await self._frames.send(END if message is None else REPLY, self._call_id, message)
+        except errors.Invalid as too_large:
+            await self.fail(too_large)
+            return
+        for rest in self._rest:
+            rest()
+
+    async def fail(self, error: errors.KvassError) -> None:
+        """Say why there is no answer."""
+        await self._frames.send(ERROR, self._call_id, pack_error(error))
+
+
+# A handler returns the reply of a unary call, or None after it has streamed everything. One that
+# never waits is a plain function, and one that seldom does returns the coroutine when it must: a
+# task for each call would take longer than most of them.
+Answer = Coroutine[Any, Any, Message | None]
+Handler = Callable[[Call], Message | Answer]
+
+
+async def answered(handler: Handler, call: Call) -> Message | None:
+    """Call a handler, whichever kind it is."""
+    answer = handler(call)
+    return answer if isinstance(answer, Message) else await answer
+
+
+@dataclass(slots=True)
+class _Open:
+    """A call in a task of its own."""
+
+    what: str
+    scope: anyio.CancelScope
+    answer: Answer
 
 
 class Server:
     """Answers calls on any number of connections.
 
     `hello` is what this member says of itself, `credentials` what it proves it with. `handlers`
-    maps request classes to handlers; each call runs in a task of its own, under its connection's
-    scope. Only peers that have proved who they are call anything; `on_leave` hears of them alone.
+    maps request classes to handlers; a call that must wait runs in a task of its own, under its
+    connection's scope. Only peers that have proved who they are call anything; `on_leave` hears of
+    them alone.
     """
 
     def __init__(
@@ -125,67 +167,75 @@ class Server:
     async def _serve_calls(self, frames: Frames, peer: Hello) -> None:
         """Run the calls of a connection until it ends; raises Invalid for a frame that is wrong."""
         ended: Exception
-        async with anyio.create_task_group() as tasks:
-            try:
-                await self._start_calls(frames, peer, tasks)
-            except (*LOST, errors.KvassError) as error:
-                ended = error  # raised after the group, so that it stays what it is
-            tasks.cancel_scope.cancel()
+        calls: dict[int, _Open] = {}
+        try:
+            async with anyio.create_task_group() as tasks:
+                try:
+                    await self._take_calls(frames, peer, calls, tasks)
+                except (*LOST, errors.KvassError) as error:
+                    ended = error  # raised after the group, so that it stays what it is
+                tasks.cancel_scope.cancel()
+        finally:
+            for call in calls.values():  # their tasks were cancelled before they had begun
+                call.answer.close()
         raise ended
 
-    async def _start_calls(
-        self, frames: Frames, peer: Hello, tasks: anyio.abc.TaskGroup
+    async def _take_calls(
+        self, frames: Frames, peer: Hello, calls: dict[int, _Open], tasks: anyio.abc.TaskGroup
     ) -> NoReturn:
-        scopes: dict[int, anyio.CancelScope] = {}
         while True:
             kind, call_id, body = await frames.receive()
             if kind == CANCEL:
-                if call_id in scopes:
-                    scopes[call_id].cancel()
+                if call_id in calls:
+                    calls[call_id].scope.cancel()
                 continue
-            if kind != CALL or call_id in scopes:
+            if kind != CALL or call_id in calls:
                 raise errors.Invalid(f"frame kind {kind}, call {call_id}: not expected")
-            if len(scopes) >= CALLS_MAX:
+            if len(calls) >= CALLS_MAX:
                 busy = errors.Overloaded(f"{CALLS_MAX} calls are open on this connection")
                 await frames.send(ERROR, call_id, pack_error(busy))
                 continue
-            scopes[call_id] = anyio.CancelScope()
-            tasks.start_soon(self._run_call, frames, peer, call_id, body, scopes)
+            what = "a call"
+            try:
+                request = self._tags.decode(body)
+                what = type(request).__name__
+                call = Call(request, peer, frames, call_id)
+                answer = self._handlers[type(request)](call)
+            except Exception as error:
+                await frames.send(ERROR, call_id, pack_error(_failure(error, what, peer)))
+                continue
+            if isinstance(answer, Message):
+                await call.reply(answer)
+            else:
+                calls[call_id] = _Open(what, anyio.CancelScope(), answer)
+                tasks.start_soon(self._finish, call, call_id, calls)
 
-    async def _run_call(
-        self,
-        frames: Frames,
-        peer: Hello,
-        call_id: int,
-        body: object,
-        scopes: dict[int, anyio.CancelScope],
-    ) -> None:
-        what = "a call"
+    async def _finish(self, call: Call, call_id: int, calls: dict[int, _Open]) -> None:
+        """Wait for a call's answer, and send it."""
+        mine = calls[call_id]
         try:
-            with scopes[call_id]:
+            with mine.scope:
                 try:
-                    request = self._tags.decode(body)
-                    what = type(request).__name__
-                    call = Call(request, peer, frames, call_id)
-                    reply = await self._handlers[type(request)](call)
-                    if reply is None:
-                        await frames.send(END, call_id, None)
-                    else:
-                        await frames.send(REPLY, call_id, reply)
-                except errors.KvassError as error:
-                    await frames.send(ERROR, call_id, pack_error(error))
+                    await call.reply(await mine.answer)
                 except LOST:
                     raise
                 except Exception as error:
-                    if errors.breaks_an_invariant(error):
-                        raise
-                    _log.exception("%s of %s %s met a bug", what, peer.role, peer.member_id)
-                    failure = errors.Unavailable(f"{what} met a bug, see the log here: {error!r}")
-                    await frames.send(ERROR, call_id, pack_error(failure))
+                    await call.fail(_failure(error, mine.what, call.peer))
         except LOST:
             pass  # nobody is left to answer; the connection's own task ends it
         finally:
-            del scopes[call_id]
+            del calls[call_id]
+
+
+def _failure(error: Exception, what: str, peer: Hello) -> errors.KvassError:
+    """Return what a caller is told of its call's failure; raises a broken invariant, which is more
+    than that."""
+    if isinstance(error, errors.KvassError):
+        return error
+    if errors.breaks_an_invariant(error):
+        raise error
+    _log.error("%s of %s %s met a bug", what, peer.role, peer.member_id, exc_info=error)
+    return errors.Unavailable(f"{what} met a bug, see the log here: {error!r}")
 
 
 async def _say_why(frames: Frames, error: errors.KvassError) -> None:

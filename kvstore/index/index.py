@@ -192,7 +192,8 @@ class Index:
         now_s: float,
         length_s: float | None = None,
     ) -> Lease | None:
-        """Lease those of `keys` that are here in this shape; None when none is.
+        """Lease those of `keys` that are here in this shape; None when none is. That they were
+        asked for is not noted yet: the caller says so, by `asked`, when it has answered.
 
         `length_s` overrides the measured length: the node's own transfers have a deadline.
         """
@@ -205,9 +206,11 @@ class Index:
         ]
         if not entries:
             return None
-        lease = self.leases.begin(entries, now_s, length_s)
+        return self.leases.begin(entries, now_s, length_s)
+
+    def asked(self, lease: Lease) -> None:
+        """Note that a lease's blocks were asked for: it makes their chain young."""
         self.ledger.touch(lease.keys)
-        return lease
 
     def get_renew(self, lease_id: str, now_s: float) -> bool:
         """Prolong a lease; False when it is not held."""

@@ -249,7 +249,7 @@ class Node:
         self._puts.attached(card.start_id, way)
         return m.Attached(card=self._state.endpoints.card(), put_way=way)
 
-    async def _lookup(self, call: Call) -> m.Blocks:
+    def _lookup(self, call: Call) -> m.Blocks:
         spans = request_of(call, m.Lookup).spans
         keys = m.named(spans)
         found = self._state.index.lookup(list(keys.values()), self._state.now_s())
@@ -270,7 +270,7 @@ class Node:
             in_bucket=ranges(in_bucket),
         )
 
-    async def _stage(self, call: Call) -> Done:
+    def _stage(self, call: Call) -> Done:
         request = request_of(call, m.Stage)
         keys = list(m.named(request.spans).values())
         if self._tiers is not None:
@@ -324,7 +324,7 @@ class Node:
         }
         return tuple((segment, count) for segment, count in copies.items() if count > 1)
 
-    async def _claim(self, call: Call) -> m.Claimed:
+    def _claim(self, call: Call) -> m.Claimed:
         request = request_of(call, m.Claim)
         keys = m.named(request.spans)
         now_s = self._state.now_s()
@@ -339,7 +339,7 @@ class Node:
             taken=chosen(answers, "busy"),
         )
 
-    async def _release_claims(self, call: Call) -> Done:
+    def _release_claims(self, call: Call) -> Done:
         owner = request_of(call, m.ReleaseClaims).owner
         self._state.index.release_claims(owner, self._state.now_s())
         self._state.notify()
@@ -365,12 +365,12 @@ class Node:
                     await news.wait()
         return m.Waited(visible=(), unclaimed=())
 
-    async def _release_hold(self, call: Call) -> Done:
+    def _release_hold(self, call: Call) -> Done:
         self._state.index.release_hold(request_of(call, m.ReleaseHold).owner, self._state.now_s())
         self._state.notify()
         return Done()
 
-    async def _pin(self, call: Call) -> m.Blocks:
+    def _pin(self, call: Call) -> m.Blocks:
         request = request_of(call, m.Pin)
         keys = m.named(request.spans)
         now_s = self._state.now_s()
@@ -379,17 +379,17 @@ class Node:
         self._state.notify()
         return m.Blocks(visible=ranges(i for i, done in zip(keys, pinned, strict=True) if done))
 
-    async def _unpin(self, call: Call) -> Done:
+    def _unpin(self, call: Call) -> Done:
         self._state.index.unpin(request_of(call, m.Unpin).owner, self._state.now_s())
         self._state.notify()
         return Done()
 
-    async def _stats(self, call: Call) -> m.StatsReply:
+    def _stats(self, call: Call) -> m.StatsReply:
         counts = self.counts()
         self._state.notify()
         return m.StatsReply(counts=counts, tenants=tuple(self.tenants()))
 
-    async def _drain(self, call: Call) -> Done:
+    def _drain(self, call: Call) -> Done:
         match request_of(call, m.Drain).how:
             case "begin":
                 self.leaving.begin()

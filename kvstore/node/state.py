@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -23,10 +23,6 @@ M = TypeVar("M", bound=Message)
 Moved = Callable[[str, int, float], None]
 
 
-async def _nothing_rises(keys: Sequence[bytes]) -> None:
-    """There is one tier."""
-
-
 # bugs: of what the node does by itself (`chores.py`).
 FAULTS = ("put_failed", "put_corrupt", "get_failed", "get_suspect", "bugs")
 
@@ -34,8 +30,8 @@ FAULTS = ("put_failed", "put_corrupt", "get_failed", "get_suspect", "bugs")
 @dataclass(slots=True)
 class NodeState:
     """Mutable fields: `faults`, counts by name; `on_stored`, told of the blocks that a writer has
-    stored; `on_moved`, of the bytes that went; `rise`, which
-    brings blocks into memory from the tier below. Call `notify` after each call of the index."""
+    stored; `on_moved`, of the bytes that went; `rise`, which brings blocks into memory from the
+    tier below, if there is one. Call `notify` after each call of the index."""
 
     index: Index
     deliveries: Deliveries
@@ -45,11 +41,15 @@ class NodeState:
     on_stored: Callable[[Sequence[bytes]], None] = lambda keys: None
     on_moved: Moved = lambda what, size_bytes, time_s: None
     on_asked: Callable[[Sequence[bytes]], None] = lambda keys: None
-    rise: Callable[[Sequence[bytes]], Awaitable[None]] = _nothing_rises
+    rise: Callable[[Sequence[bytes]], Awaitable[None]] | None = None
     faults: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FAULTS, 0))
 
     def now_s(self) -> float:
         return self.clock.now_s()
+
+    def may_rise(self, keys: Collection[bytes]) -> bool:
+        """Whether some of these blocks may be below memory, and nowhere in it."""
+        return self.rise is not None and not self.index.ledger.entries.keys() >= set(keys)
 
     def notify(self) -> None:
         """Wake those who wait for what has just happened."""

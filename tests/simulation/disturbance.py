@@ -13,7 +13,7 @@ from typing import Any
 import anyio
 
 from kvass.common.errors import KvassError
-from kvass.common.rpc.server import Call, Handler
+from kvass.common.rpc.server import Answer, Call, Handler, answered
 from kvass.common.transport.memory import Attempt, Fault, Outcome
 from kvass.common.wire import Generate, Message, Prefill
 from kvass.kvstore import messages as m
@@ -84,7 +84,7 @@ class Disturbance:
         async def once(call: Call) -> Message | None:
             begun_s = anyio.current_time()
             try:
-                reply = await handler(call)
+                reply = await answered(handler, call)
             except KvassError:
                 self._record.note(f"{member_id} refused {call.peer.member_id} {cls.__name__}")
                 raise
@@ -116,7 +116,10 @@ class Disturbance:
         return both
 
     async def _together(
-        self, once: Handler, lost: Callable[[Call], Coroutine[Any, Any, None]], call: Call
+        self,
+        once: Callable[[Call], Answer],
+        lost: Callable[[Call], Coroutine[Any, Any, None]],
+        call: Call,
     ) -> Message | None:
         reply: Message | None = None
         failure: KvassError | None = None

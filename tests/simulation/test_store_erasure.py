@@ -6,7 +6,7 @@ import anyio
 import pytest
 import trio.testing
 
-from kvass.common.rpc.server import Call
+from kvass.common.rpc.server import Call, answered
 from kvass.common.wire import Message
 from kvass.kvstore import messages as m
 from kvass.kvstore.client import erase
@@ -30,7 +30,7 @@ def slow_drop(member_id: str, handlers: Handlers) -> Handlers:
 
     async def late(call: Call) -> Message | None:
         await anyio.sleep(3.0)
-        return await handlers[m.Drop](call)
+        return await answered(handlers[m.Drop], call)
 
     return {**handlers, m.Drop: late} if member_id == "store-1" else dict(handlers)
 
@@ -71,7 +71,7 @@ def slow_description(member_id: str, handlers: Handlers) -> Handlers:
     """Let what a node says of its blocks be a second old."""
 
     async def late(call: Call) -> Message | None:
-        reply = await handlers[m.Describe](call)
+        reply = await answered(handlers[m.Describe], call)
         await anyio.sleep(0.5)
         return reply
 

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import trio.testing
 
-from kvass.common.rpc.server import Call, Handler
+from kvass.common.rpc.server import Call, Handler, answered
 from kvass.common.transport.route import Setting
 from kvass.common.wire import Message
 from kvass.kvstore import messages as m
@@ -42,7 +42,7 @@ async def lying(
     def around(member_id: str, handlers: Handlers) -> Handlers:
         def wrapped(handler: Handler) -> Handler:
             async def answer(call: Call) -> Message | None:
-                reply = await handler(call)
+                reply = await answered(handler, call)
                 return lie(reply) if lies[0] else reply
 
             return answer

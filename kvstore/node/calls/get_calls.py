@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain
 
 from kvass.common.errors import Invalid, KvassError
-from kvass.common.rpc.server import Call, Handler
+from kvass.common.rpc.server import Answer, Call, Handler
 from kvass.common.wire import Message
 from kvass.kvstore import messages as m
 from kvass.kvstore.index.leases import Lease
@@ -34,21 +35,24 @@ class GetCalls:
             m.GetRenew: self._renew,
         }
 
-    async def _asked(self, request: m.GetBegin | m.GetWrite) -> dict[bytes, int]:
-        """Return the indices of what is asked for by its keys; what is below memory was brought
-        up."""
+    def _named(self, request: m.GetBegin | m.GetWrite) -> dict[bytes, int]:
+        """Return the indices of what is asked for by its keys."""
         first, stop = request.groups
         if not 0 <= first < stop <= request.head_groups:
             raise Invalid(f"get: head groups {first} to {stop} of {request.head_groups}")
         named = m.named(request.spans)
         if len(named) > m.BLOCKS_MAX:
             raise Invalid(f"get: {len(named)} blocks in one call; at most {m.BLOCKS_MAX}")
-        keys = list(named.values())
-        await self._state.rise(keys)
-        return dict(zip(keys, named, strict=True))
+        return dict(zip(named.values(), named, strict=True))
+
+    async def _rise(self, keys: Sequence[bytes]) -> None:
+        """Bring up what is below memory."""
+        if self._state.rise is not None:
+            await self._state.rise(keys)
 
     def _lease(
         self,
+        call: Call,
         request: m.GetBegin | m.GetWrite,
         indices: Mapping[bytes, int],
         length_s: float | None,
@@ -58,8 +62,13 @@ class GetCalls:
         )
         self._state.notify()
         if lease is not None:
-            self._state.on_asked(lease.keys)
+            call.after(partial(self._note_asked, lease))
         return lease
+
+    def _note_asked(self, lease: Lease) -> None:
+        """What was asked for stays longer, here and below; nobody waits for that to be noted."""
+        self._state.index.asked(lease)
+        self._state.on_asked(lease.keys)
 
     def _places(
         self, lease: Lease, groups: tuple[int, int], indices: Mapping[bytes, int]
@@ -74,19 +83,31 @@ class GetCalls:
             checksums=tuple(chain.from_iterable(checksums)),
         )
 
-    async def _begin(self, call: Call) -> m.Places:
+    def _begin(self, call: Call) -> m.Places | Answer:
         request = request_of(call, m.GetBegin)
-        indices = await self._asked(request)
-        lease = self._lease(request, indices, None)
+        indices = self._named(request)
+        if self._state.may_rise(indices):
+            return self._begin_risen(call, request, indices)
+        return self._leased(call, request, indices)
+
+    async def _begin_risen(
+        self, call: Call, request: m.GetBegin, indices: Mapping[bytes, int]
+    ) -> m.Places:
+        await self._rise(list(indices))
+        return self._leased(call, request, indices)
+
+    def _leased(self, call: Call, request: m.GetBegin, indices: Mapping[bytes, int]) -> m.Places:
+        lease = self._lease(call, request, indices, None)
         return _NOTHING if lease is None else self._places(lease, request.groups, indices)
 
     async def _write(self, call: Call) -> m.Places:
         request = request_of(call, m.GetWrite)
         check_own(call, request.loan.card.start_id, "a loan")
         ends_s = self._state.now_s() + request.deadline_s
-        indices = await self._asked(request)
+        indices = self._named(request)
+        await self._rise(list(indices))
         left_s = max(ends_s - self._state.now_s(), 1e-3)
-        lease = self._lease(request, indices, left_s + WRITE_GRACE_S)
+        lease = self._lease(call, request, indices, left_s + WRITE_GRACE_S)
         if lease is None:
             return _NOTHING
         try:
@@ -106,36 +127,39 @@ class GetCalls:
         """A reader has what was leased; on the same host it took it itself, in the lease's time."""
         self._state.on_moved("get", lease.size_bytes, self._state.now_s() - lease.begun_s)
 
-    async def _end(self, call: Call) -> m.Held:
+    def _end(self, call: Call) -> m.Held | Answer:
         request = request_of(call, m.GetEnd)
         lease = self._state.index.leases.find(request.lease_id)
         if lease is not None:
             self._tell_moved(lease)
         held = self._state.index.get_end(request.lease_id, self._state.now_s())
-        for key in request.corrupt:
-            await self._look_at(key)
         self._state.notify()
+        if request.corrupt:
+            return self._look_at(request.corrupt, m.Held(held=held))
         return m.Held(held=held)
 
-    async def _look_at(self, key: bytes) -> None:
+    async def _look_at(self, keys: Sequence[bytes], reply: m.Held) -> m.Held:
         """A reader got other bytes than it should have: check ours, and drop them if they are
         wrong."""
         index = self._state.index
-        entry = index.ledger.visible(key)
-        if entry is None:
-            return
-        index.ledger.lease(entry)
-        try:
-            right = await self._state.deliveries.is_right(entry)
-        finally:
-            index.ledger.unlease(entry)
-        if right:
-            self._state.faults["get_suspect"] += 1
-        else:
-            _log.error("block %s is corrupt here; dropped", key.hex())
-            index.found_corrupt(entry, self._state.now_s())
+        for key in keys:
+            entry = index.ledger.visible(key)
+            if entry is None:
+                continue
+            index.ledger.lease(entry)
+            try:
+                right = await self._state.deliveries.is_right(entry)
+            finally:
+                index.ledger.unlease(entry)
+            if right:
+                self._state.faults["get_suspect"] += 1
+            else:
+                _log.error("block %s is corrupt here; dropped", key.hex())
+                index.found_corrupt(entry, self._state.now_s())
+        self._state.notify()
+        return reply
 
-    async def _renew(self, call: Call) -> m.Held:
+    def _renew(self, call: Call) -> m.Held:
         request = request_of(call, m.GetRenew)
         held = self._state.index.get_renew(request.lease_id, self._state.now_s())
         self._state.notify()

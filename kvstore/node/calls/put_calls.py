@@ -280,7 +280,7 @@ class PutCalls:
                 self._state.notify()
         return arrival
 
-    async def _abort(self, call: Call) -> Done:
+    def _abort(self, call: Call) -> Done:
         request = request_of(call, m.PutAbort)
         lent = self._lent.get(request.put_id)
         if lent is not None and lent.session == call.peer.start_id:

@@ -138,7 +138,9 @@ class Filler:
         ledger = self.state.index.ledger
         shapes: list[m.Shape] = []
         named = m.named(request_of(call, m.Describe).spans)
-        await self.state.rise(list(named.values()))
+        keys = list(named.values())
+        if self.state.rise is not None:
+            await self.state.rise(keys)
         for index, key in named.items():
             entry = ledger.visible(key)
             if entry is not None and len(shapes) < m.BLOCKS_MAX:
@@ -147,7 +149,7 @@ class Filler:
                 shapes.append(m.Shape(index, *kind, entry.head_groups))
         return m.Described(shapes=tuple(shapes))
 
-    async def _fill(self, call: Call) -> m.Filling:
+    def _fill(self, call: Call) -> m.Filling:
         request = request_of(call, m.Fill)
         visible = self.state.index.ledger.visible
         below = self.found([key for span in request.spans for _, key in span.named()])
