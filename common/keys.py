@@ -128,6 +128,11 @@ class Chain:
         """Return the key of block `index`."""
         return self.keys[index]
 
+    def keys_of(self, first: int, stop: int) -> bytes:
+        """Return the keys of blocks [first, stop), one after the other."""
+        assert 0 <= first <= stop <= len(self.keys), (first, stop, len(self.keys))
+        return b"".join(self.keys[first:stop])
+
     def parent(self, index: int) -> bytes:
         """Return the key that block `index` was derived from (the namespace for block 0)."""
         return self.keys[index - 1] if index else self.namespace

@@ -9,9 +9,9 @@ It joins placement (pure) with the links, and knows nothing of what is asked.
 from __future__ import annotations
 
 import random
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from itertools import groupby
 from typing import Any, TypeVar
 
 import anyio
@@ -96,8 +96,11 @@ class Router:
         """Give each block to the first node of its segment's order that is usable and was not
         tried."""
         plan: dict[NodeLink, list[int]] = {}
-        for _, own in groupby(sorted(indices), lambda index: index // SEGMENT_BLOCKS):
-            part = list(own)
+        left, begin = sorted(indices), 0
+        while begin < len(left):
+            beyond = (left[begin] // SEGMENT_BLOCKS + 1) * SEGMENT_BLOCKS
+            end = bisect_left(left, beyond, begin)
+            part, begin = left[begin:end], end
             segment = chain.segment_key(part[0])
             link = self.first(segment, tried, writing=writing)
             if link is not None:

@@ -59,6 +59,9 @@ class Named(Protocol):
 
     def parent(self, index: int) -> bytes: ...
 
+    def keys_of(self, first: int, stop: int) -> bytes:
+        """Return the keys of blocks [first, stop), one after the other."""
+
     def key(self, index: int) -> bytes: ...
 
 
@@ -74,9 +77,12 @@ class Piece:
     def parent(self, index: int) -> bytes:
         return self.key(index - 1) if index > self.span.first else self.span.parent
 
+    def keys_of(self, first: int, stop: int) -> bytes:
+        begin = self.span.first
+        return self.span.keys[(first - begin) * KEY_BYTES : (stop - begin) * KEY_BYTES]
+
     def key(self, index: int) -> bytes:
-        at = (index - self.span.first) * KEY_BYTES
-        return self.span.keys[at : at + KEY_BYTES]
+        return self.keys_of(index, index + 1)
 
 
 def spans_of(chain: Named, ranges: Iterable[Range]) -> list[Span]:
@@ -86,7 +92,7 @@ def spans_of(chain: Named, ranges: Iterable[Range]) -> list[Span]:
             chain.segment_key(low),
             low,
             chain.parent(low),
-            b"".join([chain.key(index) for index in range(low, high)]),
+            chain.keys_of(low, high),
         )
         for first, stop in ranges
         for low, high in segments(first, stop)

@@ -32,11 +32,25 @@ ARRIVAL_GRACE_S = 0.25
 
 @dataclass(slots=True)
 class PullOutcome:
-    """Mutable fields: checksums of the blocks that are there and right, by index (`pulled`), and
-    why others were `missed`."""
+    """Mutable fields: `pulled`, the blocks that are there and right, why others were `missed`, and
+    `_parts`, checksums as they came."""
 
-    pulled: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    pulled: set[int] = field(default_factory=set)
     missed: dict[int, str] = field(default_factory=dict)
+    _parts: list[tuple[Sequence[int], Words]] = field(default_factory=list)
+
+    def take(self, indices: Sequence[int], checksums: Words) -> None:
+        """Note blocks that are there and right, and their checksums uint64 [blocks, groups]."""
+        self.pulled.update(indices)
+        self._parts.append((indices, checksums))
+
+    def checksums(self) -> dict[int, tuple[int, ...]]:
+        """Return the checksums of what was pulled, by index. Few ask for them, and a tuple a block
+        takes a twentieth of a small get."""
+        found: dict[int, tuple[int, ...]] = {}
+        for indices, values in self._parts:
+            found.update(zip(indices, map(tuple, values.tolist()), strict=True))
+        return found
 
 
 async def pull(
@@ -177,14 +191,17 @@ class _Batch:
 
     def _judge(self, indices: Sequence[int], sums: Sums, announced: Words) -> None:
         """Sort blocks that are in their slots by whether their checksums are right."""
-        right = (sums.values == announced).all(axis=1)
-        for place, checksums in sums.found().items():
-            if right[place]:
-                self.outcome.pulled[indices[place]] = checksums
-            else:
-                self.transfers.counts["pull_corrupt"] += 1
-                self.outcome.missed[indices[place]] = "corrupt"
-                self.wrong.append(indices[place])
+        right = (sums.values == announced).all(axis=1) & sums.whole
+        if right.all():
+            self.outcome.take(indices, sums.values)
+            return
+        self.outcome.take(
+            [indices[at] for at in np.flatnonzero(right).tolist()], sums.values[right]
+        )
+        for at in np.flatnonzero(sums.whole & ~right).tolist():
+            self.transfers.counts["pull_corrupt"] += 1
+            self.outcome.missed[indices[at]] = "corrupt"
+            self.wrong.append(indices[at])
 
     def _note_gone(self, places: m.Places) -> None:
         """What the node did not give a place of, it has no more."""

@@ -218,10 +218,9 @@ class StoreClient:
                 missed.setdefault(index, why)  # the next node seldom has it: the first one says why
                 if why == "gone":
                     lacking.setdefault(index, link)
-            for index in outcome.pulled:
-                if index in lacking:
-                    fills.setdefault((lacking[index], link), []).append(index)
-            return set(outcome.pulled)
+            for index in outcome.pulled.intersection(lacking):
+                fills.setdefault((lacking[index], link), []).append(index)
+            return outcome.pulled
 
         pulled = await self._router.everywhere(chain, set(place), ask, deadline_s)
         for (link, source), indices_there in fills.items():

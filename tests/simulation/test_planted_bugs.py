@@ -14,7 +14,7 @@ import pytest
 import lives
 from hash_model import BLOCK, HashModel
 from kvass.common import keys
-from kvass.common.checksum import Sums, Words
+from kvass.common.checksum import Sums, Words, sum_ranges
 from kvass.common.keys import block_key
 from kvass.common.model.runner import Rows
 from kvass.common.rpc.client import Client
@@ -70,7 +70,7 @@ def a_block_is_accepted_unchecked(patch: pytest.MonkeyPatch) -> None:
     """Whatever a transfer brought counts as pulled."""
 
     def judge(batch: _Batch, indices: Sequence[int], sums: Sums, announced: Words) -> None:
-        batch.outcome.pulled.update((indices[at], each) for at, each in sums.found().items())
+        batch.outcome.take([indices[at] for at in sums.found()], sums.values[sums.whole])
 
     patch.setattr(_Batch, "_judge", judge)
 
@@ -191,7 +191,9 @@ def a_copy_is_taken_unchecked(patch: pytest.MonkeyPatch) -> None:
         outcome = await pulls.pull(transfers, link, chain, slots, ends_s=ends_s)
         for index, why in outcome.missed.items():
             if why == "corrupt":
-                (outcome.pulled[index],) = transfers.sums([slots[index]])
+                outcome.take(
+                    [index], sum_ranges(transfers.places([slots[index]]), transfers.share, 1)
+                )
         return outcome
 
     patch.setattr(fills, "pull", trusting)

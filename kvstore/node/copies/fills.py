@@ -242,8 +242,9 @@ class Filler:
                 places = {i: move.offset for i, move in moves.items()}
                 outcome = await pull(transfers, link, piece, places, ends_s=now_s() + TRANSFER_S)
         finally:
+            checksums = outcome.checksums()
             for i, move in moves.items():
-                stored = index.end_move(move, outcome.pulled.get(i))
+                stored = index.end_move(move, checksums.get(i))
                 self.filled += stored
                 self.failed += not stored
             index.put_abort(order.put_id, OWN_SESSION, now_s())
