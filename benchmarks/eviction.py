@@ -113,6 +113,7 @@ def replay(requests: Requests, blocks: int, policy: Eviction) -> Score:
         running.clear()
         for header in chain:
             ledger.offer_key(header.key)
+        shares.catch_up()
         ledger.news.clear()
     return Score(hits / asked, saved_s / asked_s)
 

@@ -189,6 +189,10 @@ class Store:
                 return index
         return count
 
+    def catch_up(self) -> None:
+        """Let the policy hear what happened."""
+        self._ledger.shares.catch_up()
+
     def ask(self, chain: int, count: int) -> int:
         """Ask for a chain, then put what is missing; returns the hits."""
         found = self.hits(chain, count)
@@ -290,12 +294,14 @@ def test_the_touches_of_one_request_are_one_use() -> None:
     for number in range(200):  # the store fills anew every 20 requests of 4 touches
         for _ in range(4):
             store.ask(number, 10)
+    store.catch_up()
     assert {block.uses for block in policy._blocks.values()} == {1}
     for other in range(1000, 1010):
         for _ in range(4):
             store.ask(other, 10)
     for _ in range(4):
         assert store.ask(199, 10) == 10
+    store.catch_up()
     assert policy._blocks[key_of(199, 0)].uses == 2
 
 

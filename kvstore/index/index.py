@@ -82,6 +82,11 @@ class Index:
         for key in self.guards.expire(now_s):
             self.ledger.offer_key(key)
 
+    def catch_up(self) -> None:
+        """Let the eviction policies hear what happened: it need not be before a caller is
+        answered."""
+        self.ledger.shares.catch_up()
+
     def take_news(self) -> list[bytes]:
         """Return, once, the keys that became visible, or that nobody computes or writes any
         more."""
@@ -163,7 +168,7 @@ class Index:
     ) -> list[Move | None]:
         """Start moving a put's shares of blocks into their slots; None where the put is over."""
         self.expire(now_s)
-        return [self.puts.begin_move(put_id, session, key) for key in keys]
+        return self.puts.begin_moves(put_id, session, keys)
 
     def end_move(self, move: Move, checksums: Sequence[int] | None) -> bool:
         """End a move; `checksums` of bytes that were checked in place, or None. Returns success."""
@@ -192,8 +197,7 @@ class Index:
         now_s: float,
         length_s: float | None = None,
     ) -> Lease | None:
-        """Lease those of `keys` that are here in this shape; None when none is. That they were
-        asked for is not noted yet: the caller says so, by `asked`, when it has answered.
+        """Lease those of `keys` that are here in this shape; None when none is.
 
         `length_s` overrides the measured length: the node's own transfers have a deadline.
         """
@@ -206,11 +210,9 @@ class Index:
         ]
         if not entries:
             return None
-        return self.leases.begin(entries, now_s, length_s)
-
-    def asked(self, lease: Lease) -> None:
-        """Note that a lease's blocks were asked for: it makes their chain young."""
+        lease = self.leases.begin(entries, now_s, length_s)
         self.ledger.touch(lease.keys)
+        return lease
 
     def get_renew(self, lease_id: str, now_s: float) -> bool:
         """Prolong a lease; False when it is not held."""

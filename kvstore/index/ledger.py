@@ -14,8 +14,9 @@ Every slot in use is charged to its block's tenant (`shares.py`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Literal
+
+import msgspec
 
 from kvass.common.block import BlockHeader
 from kvass.kvstore.index.extents import Extents, Slot, slot_size
@@ -25,8 +26,7 @@ State = Literal["writing", "visible", "retired", "quarantined"]
 STATES: tuple[State, ...] = ("writing", "visible", "retired", "quarantined")
 
 
-@dataclass(slots=True)
-class Group:
+class Group(msgspec.Struct):
     """One head group of a block that is being written.
 
     `put_id` is empty once its put was aborted: then it only waits for its `moving` bytes to stop.
@@ -37,8 +37,7 @@ class Group:
     checksum: int | None = None
 
 
-@dataclass(slots=True, eq=False)
-class Entry:
+class Entry(msgspec.Struct, eq=False):
     """A block's slot and what it is used for. All fields are mutable; `slot` changes only while
     nobody has a lease on the block and no bytes move.
 
@@ -52,7 +51,7 @@ class Entry:
     head_groups: int
     ends_s: float
     state: State = "writing"
-    groups: dict[int, Group] = field(default_factory=dict)
+    groups: dict[int, Group] = msgspec.field(default_factory=dict)
     moves: int = 0
     leases: int = 0
 
@@ -102,7 +101,7 @@ class Ledger:
         the slab is full, or the tenant's quota is."""
         assert header.key not in self.entries
         tenant, size = header.tenant, slot_size(header.length)
-        if not self._fit_quota(tenant, size, evicts):
+        if self.shares.allotments.quota(tenant) and not self._fit_quota(tenant, size, evicts):
             self.over_quota += 1
             return None
         slot = self._take(size)
@@ -145,8 +144,6 @@ class Ledger:
 
     def _fit_quota(self, tenant: str, size: int, evicts: bool) -> bool:
         """Evict a tenant's own blocks until `size` bytes more are within its quota."""
-        if not self.shares.allotments.quota(tenant):
-            return True
         if self.shares.never_fits(tenant, size):
             return False
         while self.shares.is_over(tenant, size):
@@ -293,9 +290,12 @@ class Ledger:
             self.offer_key(parent)
 
     def _move(self, entry: Entry, state: State) -> None:
-        self._count(entry, -1)
+        size, before = entry.slot.size, entry.state
+        self.blocks[before] -= 1
+        self.sizes[before] -= size
+        self.blocks[state] += 1
+        self.sizes[state] += size
         entry.state = state
-        self._count(entry, 1)
 
     def _count(self, entry: Entry, step: int) -> None:
         self.blocks[entry.state] += step

@@ -58,8 +58,7 @@ class _Put:
     entries: dict[bytes, Entry] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Move:
+class Move(msgspec.Struct, frozen=True, eq=False):
     """Bytes on their way into a slot: end it exactly once, whatever happened."""
 
     entry: Entry
@@ -143,7 +142,7 @@ class Puts:
             return "full"
         if header.length > self._ledger.extents.total:
             return "full"  # for ever
-        if not self._hold(order, header):
+        if order.hold_owner and not self._hold(order, header):
             return "full"
         entry = self._ledger.open(header, order.head_groups, order.ends_s, evicts=not order.spares)
         if entry is None:
@@ -174,17 +173,23 @@ class Puts:
         if len(self._over) > JOBS_OVER_MAX:
             del self._over[next(iter(self._over))]
 
-    def begin_move(self, put_id: str, session: str, key: bytes) -> Move | None:
-        """Start moving a put's share of a block; None when the put has no claim to it (any
+    def begin_moves(self, put_id: str, session: str, keys: Sequence[bytes]) -> list[Move | None]:
+        """Start moving a put's shares of blocks; None where the put has no claim to one (any
         more)."""
         put = self._puts.get(put_id)
         if put is None or put.session != session:
+            return [None] * len(keys)
+        return [self._begin_move(put_id, put, put.entries.get(key)) for key in keys]
+
+    def _begin_move(self, put_id: str, put: _Put, entry: Entry | None) -> Move | None:
+        if entry is None:
             return None
-        entry = put.entries.get(key)
-        if entry is None or any(entry.groups[g].moving for g in put.groups):
-            return None
-        for index in put.groups:
-            entry.groups[index].moving = True
+        groups = [entry.groups[index] for index in put.groups]
+        for group in groups:
+            if group.moving:
+                return None
+        for group in groups:
+            group.moving = True
         self._ledger.begin_move(entry)
         return Move(entry, put_id, put.groups)
 

@@ -6,9 +6,10 @@
                                              pays with its own blocks, and others keep their share
 
 Each tenant has an eviction policy of its own, which orders its blocks among themselves and knows
-nothing of tenants. A block is charged to its header's tenant, whoever else reads it, from the
-moment its slot is taken until it is given back. It refuses to know slots, states and what protects
-a block.
+nothing of tenants. A policy hears what happened, in order, before it is asked for a victim, and
+not before callers are answered: that would be a third of a put. A block is charged to its header's
+tenant, whoever else reads it, from the moment its slot is taken until it is given back. It refuses
+to know slots, states and what protects a block.
 
 Invariant: `used` sums to the bytes of all slots that are in use.
 """
@@ -16,12 +17,14 @@ Invariant: `used` sums to the bytes of all slots that are in use.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvass.common.block import BlockHeader
 from kvass.kvstore.eviction.policy import Eviction
 
+OWED_MAX = 4_096  # things that policies have not heard yet: a node tells them after each answer
 HEADROOM = 1.125  # a tenant that grows is listed with this much more than it has
 
 
@@ -51,7 +54,8 @@ class Usage:
 
 
 class Shares:
-    """Mutable fields: `used` by tenant, `_policies` by tenant, `_heap` and `_listed`.
+    """Mutable fields: `used` by tenant, `_policies` by tenant, `_owed` (what policies have not
+    heard yet, in order), `_heap` and `_listed`.
 
     The heap holds tenants by pressure (bytes for their weight), the greatest first. An entry may
     say more than is true, and is put right when it comes up; `_listed` says which of a tenant's
@@ -63,6 +67,7 @@ class Shares:
         self.used: dict[str, Usage] = {}
         self._new_policy = policy
         self._policies: dict[str, Eviction] = {}
+        self._owed: list[tuple[Callable[[Any], None], Any]] = []
         self._heap: list[tuple[float, str]] = []
         self._listed: dict[str, float] = {}
 
@@ -70,7 +75,9 @@ class Shares:
 
     def charge(self, tenant: str, size_bytes: int) -> None:
         """A slot was taken for a tenant's block."""
-        usage = self.used.setdefault(tenant, Usage())
+        usage = self.used.get(tenant)
+        if usage is None:
+            usage = self.used[tenant] = Usage()
         usage.size_bytes += size_bytes
         usage.blocks += 1
         pressure = usage.size_bytes / self.allotments.weight(tenant)
@@ -99,18 +106,29 @@ class Shares:
 
     # --- what goes first ---
 
+    def catch_up(self) -> None:
+        """Tell the policies what happened."""
+        owed, self._owed = self._owed, []
+        for tell, what in owed:
+            tell(what)
+
+    def _owe(self, tell: Callable[[Any], None], what: object) -> None:
+        self._owed.append((tell, what))
+        if len(self._owed) >= OWED_MAX:
+            self.catch_up()
+
     def insert(self, header: BlockHeader) -> None:
         """A block became visible."""
         policy = self._policies.get(header.tenant)
         if policy is None:
             policy = self._policies[header.tenant] = self._new_policy()
-        policy.insert(header)
+        self._owe(policy.insert, header)
 
-    def touch(self, keys: Iterable[bytes], tenant_of: Callable[[bytes], str | None]) -> None:
+    def touch(self, keys: Sequence[bytes], tenant_of: Callable[[bytes], str | None]) -> None:
         """These blocks of one chain were asked for together; one of which nobody knows the tenant
         counts for that of the block before it."""
         if len(self._policies) == 1:
-            next(iter(self._policies.values())).touch(keys)
+            self._owe(next(iter(self._policies.values())).touch, keys)
             return
         chains: dict[str, list[bytes]] = {}
         tenant: str | None = None
@@ -121,18 +139,19 @@ class Shares:
                 chains.setdefault(tenant, []).append(key)
         for tenant, own in chains.items():
             if tenant in self._policies:
-                self._policies[tenant].touch(own)
+                self._owe(self._policies[tenant].touch, own)
 
     def remove(self, header: BlockHeader) -> None:
         """A visible block is gone."""
-        self._policies[header.tenant].remove(header.key)
+        self._owe(self._policies[header.tenant].remove, header.key)
 
     def offer(self, header: BlockHeader) -> None:
         """A visible block may be evicted from now on."""
-        self._policies[header.tenant].offer(header.key)
+        self._owe(self._policies[header.tenant].offer, header.key)
 
     def own_victim(self, tenant: str, evictable: Callable[[bytes], bool]) -> bytes | None:
         """Return the block that a tenant over its quota gives up next, or None."""
+        self.catch_up()
         policy = self._policies.get(tenant)
         return None if policy is None else policy.victim(evictable)
 
@@ -141,6 +160,7 @@ class Shares:
     ) -> bytes | None:
         """Return the block that goes for `size_bytes` of `tenant`, or None when none may go: what
         tenants under less pressure than this one have is safe from it."""
+        self.catch_up()
         own = (self._size(tenant) + size_bytes) / self.allotments.weight(tenant)
         passed: list[tuple[float, str]] = []
         chosen: bytes | None = None

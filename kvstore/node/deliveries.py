@@ -64,7 +64,7 @@ class Deliveries:
         copies = Copies(
             local=np.array([base + move.offset for move in moves], dtype=np.uint64),
             remote=np.array(addresses, dtype=np.uint64),
-            sizes=np.array([move.size for move in moves], dtype=np.uint64),
+            sizes=np.full(len(moves), moves[0].size, dtype=np.uint64),
         )
 
         await self._endpoints.reader.read(session, copies, deadline_s=deadline_s, sums=found)

@@ -180,6 +180,7 @@ class Node:
         while True:
             await anyio.sleep(TICK_S)
             self._state.index.expire(self._state.now_s())
+            self._state.index.catch_up()
             self._puts.expire(self._state.now_s())
             self._state.notify()
 
@@ -254,6 +255,7 @@ class Node:
         keys = m.named(spans)
         found = self._state.index.lookup(list(keys.values()), self._state.now_s())
         self._state.notify()
+        call.after(self._state.index.catch_up)
         here = {i for i, is_here in zip(keys, found, strict=True) if is_here}
         self._asked([keys[i] for i in here])
         flash, bucket = self._found_below([key for i, key in keys.items() if i not in here])

@@ -62,13 +62,13 @@ class GetCalls:
         )
         self._state.notify()
         if lease is not None:
-            call.after(partial(self._note_asked, lease))
+            call.after(partial(self._note_asked, lease.keys))
         return lease
 
-    def _note_asked(self, lease: Lease) -> None:
+    def _note_asked(self, keys: Sequence[bytes]) -> None:
         """What was asked for stays longer, here and below; nobody waits for that to be noted."""
-        self._state.index.asked(lease)
-        self._state.on_asked(lease.keys)
+        self._state.index.catch_up()
+        self._state.on_asked(keys)
 
     def _places(
         self, lease: Lease, groups: tuple[int, int], indices: Mapping[bytes, int]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 
 from kvass.common.block import BlockHeader
 from kvass.common.checksum import Sums, rows
@@ -84,8 +85,9 @@ class PutCalls:
         way = self._ways.get(session)
         if way is None:
             raise Unavailable("put_begin before attach")
-        _check_addresses(request, way)
-        order = self._order(request, session)
+        headers = _headers(request)
+        _check_addresses(request, len(headers), way)
+        order = self._order(request, session, headers)
         self._warn_of_size(order)
         self._arrivals.expire(self._state.now_s())  # what waits for nobody is no quarantine
         over_quota = self._state.index.ledger.over_quota
@@ -101,7 +103,8 @@ class PutCalls:
             if card is None:
                 answers = {i: "busy" if v == "granted" else v for i, v in answers.items()}
         elif way == "read":  # its commit is on its way, also when nothing is granted
-            addresses = dict(zip(m.named(request.spans).values(), request.addresses, strict=True))
+            keys = [header.key for header in headers]
+            addresses = dict(zip(keys, request.addresses, strict=True))
             await self._read(order, granted, addresses, call.peer.member_id)
         return m.PutPlaces(
             granted=chosen(answers, "granted"),
@@ -136,9 +139,9 @@ class PutCalls:
                 "blocks that are held" if order.hold_owner else "blocks",
             )
 
-    def _order(self, request: m.PutBegin, session: str) -> PutOrder:
+    def _order(self, request: m.PutBegin, session: str, headers: Sequence[BlockHeader]) -> PutOrder:
         first, stop = request.groups
-        count = len(m.named(request.spans))
+        count = len(headers)
         if not 0 <= first < stop <= request.head_groups or request.block_size % request.head_groups:
             raise Invalid(
                 f"put_begin: head groups {first} to {stop} of {request.head_groups} in blocks of "
@@ -150,7 +153,7 @@ class PutCalls:
         return PutOrder(
             put_id=request.put_id,
             session=session,
-            headers=sorted(_headers(request), key=lambda header: header.index),
+            headers=sorted(headers, key=attrgetter("index")),
             head_groups=request.head_groups,
             groups=range(first, stop),
             ends_s=now_s + request.deadline_s,
@@ -248,6 +251,7 @@ class PutCalls:
         self._state.faults["put_corrupt"] += len(judged.corrupt)
         self._state.notify()
         self._state.on_moved("put", judged.size_bytes, arrival.taken_s)
+        call.after(self._state.index.catch_up)
         if judged.keys:
             self._state.on_stored(judged.keys)
         return m.PutStored(stored=ranges(judged.stored), corrupt=ranges(judged.corrupt))
@@ -299,6 +303,8 @@ class PutCalls:
 
 
 def _headers(request: m.PutBegin) -> list[BlockHeader]:
+    """Return headers of the blocks that are offered, as their names come; raises Invalid for names
+    that cannot be."""
     headers = []
     for span in request.spans:
         parent = span.parent
@@ -318,11 +324,13 @@ def _headers(request: m.PutBegin) -> list[BlockHeader]:
                 )
             )
             parent = key
+    if len({header.index for header in headers}) != len(headers):
+        raise Invalid("put_begin: a chain index comes twice")
     return headers
 
 
-def _check_addresses(request: m.PutBegin, way: Way) -> None:
-    count, given = sum(len(span) for span in request.spans), len(request.addresses)
+def _check_addresses(request: m.PutBegin, count: int, way: Way) -> None:
+    given = len(request.addresses)
     if given != (count if way == "read" else 0):
         raise Invalid(f"put_begin: {given} addresses of {count} blocks; their way is {way!r}")
 
