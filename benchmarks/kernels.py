@@ -1,6 +1,7 @@
 """How near is attention over the paged pool to the machine, and to torch's over dense KV?
 
-Blocks of the default model in random slots, all layers walked, so that bytes come from memory:
+Blocks of the default model in random slots. As many layers are walked as have WALK_BYTES of fp8,
+or all: what a walk reads comes from memory, and a step is taken to be as many layers as there are.
 
     decode     KV bytes read per second, beside a plain read of the same records in the same order,
                and that beside a contiguous read; steps per second, beside torch's SDPA over as much
@@ -10,7 +11,7 @@ Blocks of the default model in random slots, all layers walked, so that bytes co
                model's own shapes
 
 Variants take turns in each repetition, so that what else the machine does meets all alike. Values
-are medians. Contexts together larger than the pool (1 GiB) share slots, in other orders.
+are medians. Contexts together larger than a pool (2 GiB) share slots, in other orders.
 
     python benchmarks/kernels.py [--quick] [--json FILE]
 """
@@ -37,11 +38,12 @@ from rig import Figure
 
 LAYERS, KV_HEADS, QUERY_HEADS, DEPTH, BLOCK = 30, 3, 9, 64, 16
 HIDDEN, INNER = 576, 1536
-FORMATS: tuple[KvDtype, ...] = ("fp8", "int8")
+FORMATS: tuple[KvDtype, ...] = ("fp8", "int8", "int4", "bf16")
+ASKED: tuple[KvDtype, ...] = ("fp8", "int8")
 CONTEXTS, ROWS = (4096, 8192, 32_768), (1, 4, 8, 32)
 QUICK_CONTEXTS, QUICK_ROWS = (4096, 32_768), (1, 8)
-POOL_BYTES = 1 << 30
-DENSE_BYTES = 2 << 30  # torch's layers beyond this are the first ones again
+POOL_BYTES = 2 << 30  # 70 MB of fp8 a layer, twice a third-level cache of 32 MiB
+WALK_BYTES = 400 << 20
 REPETITIONS, QUICK_REPETITIONS = 7, 3
 GROUP_ROWS, GROUP_CONTEXT = 16, 16_384
 CHUNK, STARTS = 512, (0, 512, 3584, 7680)
@@ -91,17 +93,23 @@ class Pool:
         per_token = 2 * KV_HEADS * (self.layout.row_size + 2 * self.layout.scale_parts)
         return rows * context * per_token * LAYERS
 
-    def attention(self, tables: torch.Tensor, row_table: list[int], positions: list[int]) -> Call:
+    def attention(
+        self,
+        tables: torch.Tensor,
+        row_table: list[int],
+        positions: list[int],
+        layers: int = LAYERS,
+    ) -> Call:
         plan = self.kv.plan(tables, torch.tensor(row_table), torch.tensor(positions))
         q = torch.randn(len(positions), QUERY_HEADS, DEPTH).bfloat16()
 
         def step() -> None:
-            for layer in range(LAYERS):
+            for layer in range(layers):
                 self.kv.attend(layer, q, plan)
 
         return step
 
-    def plain_read(self, tables: torch.Tensor) -> Call:
+    def plain_read(self, tables: torch.Tensor, layers: int = LAYERS) -> Call:
         rows, blocks = tables.shape
         splits = -(-blocks * self.layout.block_tokens // SPLIT)
         sums = np.empty(rows * splits * KV_HEADS, dtype=np.uint64)
@@ -113,7 +121,7 @@ class Pool:
         threads = torch.get_num_threads()
 
         def step() -> None:
-            for layer in range(LAYERS):
+            for layer in range(layers):
                 read(
                     *(self.kv.pool_address, layer, rows, blocks),
                     *(tables.data_ptr(), threads, sums.ctypes.data),
@@ -130,18 +138,16 @@ class Pool:
         return lambda: read(self.memory.address, self.memory.size, threads, sums.ctypes.data)
 
 
-def sdpa(rows: int, context: int) -> dict[str, Call]:
-    """Return a decode step of torch's attention over dense bf16 KV, all layers, in two ways: with
-    `enable_gqa`, and with a KV head's query heads as its rows. Neither is always the faster one.
+def sdpa(rows: int, context: int, layers: int) -> dict[str, Call]:
+    """Return torch's attention over dense bf16 KV in two ways: with `enable_gqa`, and with a KV
+    head's query heads as its rows. Neither is always the faster one.
     """
-    size = (2, rows, KV_HEADS, context, DEPTH)
-    layers = max(1, min(LAYERS, DENSE_BYTES // (2 * int(np.prod(size)))))
-    memory = torch.full((layers, *size), 0.1, dtype=torch.bfloat16)
+    size = (layers, 2, rows, KV_HEADS, context, DEPTH)
+    memory = torch.full(size, 0.1, dtype=torch.bfloat16)
     q = torch.randn(rows, QUERY_HEADS, 1, DEPTH).bfloat16()
 
     def step(queries: torch.Tensor, *, grouped: bool) -> None:
-        for layer in range(LAYERS):
-            k, v = memory[layer % layers]
+        for k, v in memory:
             F.scaled_dot_product_attention(queries, k, v, enable_gqa=grouped)
 
     as_rows = q.view(rows, KV_HEADS, -1, DEPTH)
@@ -157,26 +163,38 @@ def decode(
     found = []
     for context in contexts:
         for rows in counts:
-            at = f"{context // 1024}k, {rows} row{'s' if rows > 1 else ''}"
-            calls = sdpa(rows, context)
-            ways = list(calls)
-            for kv_dtype, pool in pools.items():
-                tables = pool.tables(rows, context)
-                last = [context - 1] * rows
-                calls[kv_dtype] = pool.attention(tables, list(range(rows)), last)
-                calls[f"{kv_dtype} plain"] = pool.plain_read(tables)
-            seconds = timed(calls, repetitions)
-            for kv_dtype, pool in pools.items():
-                size = pool.bytes_read(rows, context) / 1e9
-                rate, plain = size / seconds[kv_dtype], size / seconds[f"{kv_dtype} plain"]
-                name = f"{kv_dtype}, {at}"
-                found.append(
-                    Figure(f"{name}: KV", rate, "GB/s", "plain read", plain, least_ratio=0.6)
-                )
-                steps, theirs = 1 / seconds[kv_dtype], 1 / min(seconds[way] for way in ways)
-                found.append(
-                    Figure(f"{name}: steps", steps, "/s", "dense SDPA", theirs, least_ratio=1.5)
-                )
+            found += decode_at(pools, context, rows, repetitions)
+    return found
+
+
+def decode_at(
+    pools: dict[KvDtype, Pool], context: int, rows: int, repetitions: int
+) -> list[Figure]:
+    layers = min(LAYERS, -(-WALK_BYTES * LAYERS // pools["fp8"].bytes_read(rows, context)))
+    calls = sdpa(rows, context, layers)
+    ways = list(calls)
+    for kv_dtype, pool in pools.items():
+        tables = pool.tables(rows, context)
+        last = [context - 1] * rows
+        calls[kv_dtype] = pool.attention(tables, list(range(rows)), last, layers)
+        calls[f"{kv_dtype} plain"] = pool.plain_read(tables, layers)
+    seconds = timed(calls, repetitions)
+    steps = {name: layers / LAYERS / each for name, each in seconds.items()}
+    theirs = max(steps[way] for way in ways)
+    found = []
+    for kv_dtype, pool in pools.items():
+        size = pool.bytes_read(rows, context) / 1e9
+        rate, plain = size * steps[kv_dtype], size * steps[f"{kv_dtype} plain"]
+        name = f"{kv_dtype}, {context // 1024}k, {rows} row{'s' if rows > 1 else ''}"
+        # Asked of the formats of one byte only.
+        of_plain, of_dense = (0.6, 1.5) if kv_dtype in ASKED else (None, None)
+        found += [
+            Figure(f"{name}: KV", rate, "GB/s", "plain read", plain, least_ratio=of_plain),
+            Figure(
+                *(f"{name}: steps", steps[kv_dtype], "/s", "dense SDPA", theirs),
+                least_ratio=of_dense,
+            ),
+        ]
     return found
 
 
@@ -245,8 +263,8 @@ def main() -> None:
         figures = [memory_rate(pools["fp8"], repetitions)]
         figures += decode(pools, contexts, counts, repetitions)
         figures.append(one_table(pools["fp8"], repetitions))
-        for pool in pools.values():
-            figures += prefill(pool, repetitions)
+        for kv_dtype in ASKED:
+            figures += prefill(pools[kv_dtype], repetitions)
     title = f"Attention over the paged pool, {library.level()}, {torch.get_num_threads()} threads"
     rig.report(title, figures, options.json)
 

@@ -13,16 +13,17 @@ from kvass.common.model.known_answer import read_back
 from kvass.common.pool.memory import SlotMemory
 
 # The largest relative L2 error of one head's K, and V, in one layer of a block that honest workers
-# can come to where their sums are made in another order: twice (of int4, 1.4 times) what
-# `benchmarks/audit.py` measured for the default model, with the same products from other kernels
-# (AVX2, AVX-512 without BF16) and with weights in float32. K carries less of it, and tells
-# positions apart. A flipped bit of low worth is within these bounds; another head, layer, position
-# or token is not. Between workers that are deterministic and of one namespace nothing differs, and
-# the audit allows nothing.
+# can come to where their sums are made in another order: twice (of int4, 1.6 times) what was
+# measured for the default model, with the same products from other kernels (AVX2, AVX-512 without
+# BF16) and with weights in float32 (`benchmarks/audit.py`; of int4 K 0.384 and V 0.317, over 16
+# texts: code, prose, tokens by chance). K carries less of it, and tells positions apart. A flipped
+# bit of low worth is within these bounds; another head, layer, position or token is not. But of
+# int4 another position or token may be: from 0.23 on, among the errors of honest workers. Between
+# workers that are deterministic and of one namespace nothing differs, and the audit allows nothing.
 BOUNDS: dict[KvDtype, tuple[float, float]] = {
     "fp8": (0.16, 0.34),
     "int8": (0.06, 0.12),
-    "int4": (0.28, 0.38),
+    "int4": (0.6, 0.6),
     "bf16": (0.04, 0.07),
 }
 

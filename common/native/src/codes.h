@@ -117,7 +117,7 @@ struct Codes<kBf16> {
 };
 
 // Two numbers in a byte. A group's scale and least number are put in when a row is decoded, so that
-// none is left for a position (decode_rows below).
+// none is left for a position (groups.h).
 template <>
 struct Codes<kInt4> {
   static constexpr bool kScaled = false;
@@ -127,7 +127,12 @@ struct Codes<kInt4> {
   static KVASS_INLINE Floats high(const unsigned char* at) { return halves<4>(at); }
   // Decodes 16 codes in a row: eight bytes.
   static KVASS_INLINE Floats decode(const unsigned char* at) {
-#if defined(__SSE2__)
+#if defined(__AVX512F__)
+    // A byte in 64 bits; the upper half's lowest bits become its upper half's.
+    const __m512i bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const __m128i*)at));
+    const __m512i both = _mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28));
+    return {_mm512_cvtepi32_ps(_mm512_and_si512(both, _mm512_set1_epi32(15)))};
+#elif defined(__SSE2__)
     const __m128i bytes = _mm_loadl_epi64((const __m128i*)at), mask = _mm_set1_epi8(15);
     const __m128i upper = _mm_and_si128(_mm_srli_epi16(bytes, 4), mask);
     alignas(16) unsigned char codes[16];
@@ -146,9 +151,15 @@ struct Codes<kInt4> {
  private:
   template <int shift>
   static KVASS_INLINE Floats halves(const unsigned char* at) {
+#if defined(__AVX512F__)
+    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)at));
+    const __m512i half = _mm512_and_si512(_mm512_srli_epi32(bytes, shift), _mm512_set1_epi32(15));
+    return {_mm512_cvtepi32_ps(half)};
+#else
     alignas(16) unsigned char codes[16];
     for (int i = 0; i < 16; i++) codes[i] = at[i] >> shift & 15;
     return Codes<kInt8>::decode(codes);
+#endif
   }
 };
 
@@ -273,65 +284,6 @@ KVASS_INLINE void decode_rows(const unsigned char* rows, int64_t numbers, float*
     ask_for(ahead + i * Code::kBytes);
     KVASS_UNROLL for (int at = 0; at < kStep; at += kLanes)
       store(out + i + at, Code::decode(rows + (i + at) * Code::kBytes));
-  }
-}
-
-// --- int4 ---
-
-// 16 positions' scales of one head: a part's are side by side, `step` bytes from one part to the next.
-struct Scales {
-  const unsigned char* at;
-  int64_t step;
-  KVASS_INLINE Floats part(int64_t which) const { return Codes<kBf16>::decode(at + which * step); }
-  // At least the largest magnitudes of rows of `numbers`; a NaN where there is one.
-  Floats largest(int64_t numbers) const {
-    const int64_t groups = numbers / code_group(numbers);
-    const Ints magnitude = splat_int(0x7fffffff);
-    Floats sum = splat(0.0f);
-    for (int64_t of = 0; of < groups; of++)
-      sum = sum + from_bits(bits_of(part(of)) & magnitude) * splat(15.0f) +
-            from_bits(bits_of(part(groups + of)) & magnitude);
-    return sum;
-  }
-};
-
-// Decodes 16 int4 rows of `numbers` to out[number][row].
-KVASS_INLINE void decode_turned_rows(const unsigned char* rows, const Scales& scales, int64_t numbers,
-                                     float* out, int64_t out_step, const unsigned char* ahead) {
-  const int64_t step = numbers / 2, group = code_group(numbers), groups = numbers / group;
-  alignas(64) unsigned char turned[16 * 16];
-  // Of a last column that only half belongs to the rows the other half is not looked at.
-  for (int64_t done = 0; done < step; done += 16) {
-    turn_over<Narrow, 1>(rows + done, step, turned);
-    KVASS_UNROLL for (int i = 0; i < 4; i++) ask_for(ahead + 16 * done + 64 * i);
-    for (int half = 0; half < 2 && done + 8 * half < step; half++) {
-      const int64_t first = 2 * done + 16 * half, of = first / group;
-      const Floats scale = scales.part(of), least = scales.part(groups + of);
-      KVASS_UNROLL for (int i = 0; i < 8; i++) {
-        const unsigned char* at = turned + 16 * (8 * half + i);
-        float* to = out + (first + 2 * i) * out_step;
-        store(to, fused(Codes<kInt4>::low(at), scale, least));
-        store(to + out_step, fused(Codes<kInt4>::high(at), scale, least));
-      }
-    }
-  }
-}
-
-// Decodes 16 int4 rows of `numbers` to out[row][number].
-KVASS_INLINE void decode_rows(const unsigned char* rows, const Scales& scales, int64_t numbers,
-                              float* out, const unsigned char* ahead) {
-  const int64_t group = code_group(numbers), groups = numbers / group;
-  for (int64_t of = 0; of < groups; of++) {
-    alignas(64) float scale[kLanes], least[kLanes];
-    store(scale, scales.part(of));
-    store(least, scales.part(groups + of));
-    for (int64_t row = 0; row < kLanes; row++) {
-      const int64_t first = row * numbers + of * group;
-      if (first % 128 == 0) ask_for(ahead + first / 2);
-      for (int64_t i = 0; i < group; i += kLanes)
-        store(out + first + i, fused(Codes<kInt4>::decode(rows + (first + i) / 2), splat(scale[row]),
-                                     splat(least[row])));
-    }
   }
 }
 

@@ -49,9 +49,9 @@ KVASS_INLINE Part butterfly(Part x) {
 void rotate(float* head, int64_t head_dim, int64_t width) {
   const Part factor = 1.0f / __builtin_sqrtf(static_cast<float>(width)) - Part{};
   Part parts[kHeadMax / kPart];
-  memcpy(parts, head, 4 * head_dim);
   const int64_t count = head_dim / kPart, wide = width / kPart;
   for (int64_t i = 0; i < count; i++) {
+    memcpy(&parts[i], head + i * kPart, sizeof(Part));
     parts[i] = butterfly<2>(butterfly<1>(parts[i]));
     if constexpr (kPart >= 8) parts[i] = butterfly<4>(parts[i]);
     if constexpr (kPart >= 16) parts[i] = butterfly<8>(parts[i]);
@@ -63,8 +63,10 @@ void rotate(float* head, int64_t head_dim, int64_t width) {
         parts[i] = low + high;
         parts[i + distance] = low - high;
       }
-  for (int64_t i = 0; i < count; i++) parts[i] *= factor;
-  memcpy(head, parts, 4 * head_dim);
+  for (int64_t i = 0; i < count; i++) {
+    parts[i] *= factor;
+    memcpy(head + i * kPart, &parts[i], sizeof(Part));
+  }
 }
 
 }  // namespace

@@ -15,14 +15,6 @@ KVASS_INLINE void keep(const float* numbers, int64_t count, Unit* out) {
   memcpy(out, numbers, 4 * count);
 }
 
-// Keeps turned[number][16 positions], and rows[16 positions][number].
-KVASS_INLINE void pack_turned(const float* turned, int64_t numbers, Unit* out, int64_t out_step) {
-  for (int64_t i = 0; i < numbers; i++) store(out + i * out_step, load(turned + i * kLanes));
-}
-KVASS_INLINE void pack_rows(const float* rows, int64_t numbers, Unit* out) {
-  memcpy(out, rows, 4 * kLanes * numbers);
-}
-
 // What a tile's values are multiplied by.
 struct ValueScales {
   alignas(64) float scale[kTile];

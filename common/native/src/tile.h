@@ -9,14 +9,13 @@
 
 #pragma once
 
-#include "paged.h"
-#include "units.h"
+#include "groups.h"
 
 namespace {
 
 constexpr int64_t kAhead = kTile;
 constexpr int64_t kQueriesMax = 192;  // of one KV head in a group: what a decoded tile is used for
-constexpr int kPartsMax = 2 * kHeadMax / 16;  // of a row's scales: int4's, in groups of 16
+constexpr int64_t kPartsMax = 2 * kGroupsMax;  // of a row's scales
 constexpr float kNothing = -1.0e30f;  // the greatest score of no keys; finite, as are differences
 constexpr float kMasked = -2.0e30f;   // weighs 0 beside any greatest score
 
@@ -127,20 +126,22 @@ KVASS_INLINE void mark(const Strip& strip, int64_t at, Tile* tile) {
 
 // Decodes 16 positions of int4, and as above: their scales are in the numbers.
 void fill_groups(const Strip& strip, const Strip& ahead, int64_t head_dim, Unit* keys, Unit* values) {
-  alignas(64) float turned[kHeadMax * kLanes], rows[kLanes * kHeadMax], size[kLanes];
-  const Scales by[2] = {{strip.scales[0], strip.scale_step}, {strip.scales[1], strip.scale_step}};
-  ask_for(ahead.scales[0]);
-  ask_for(ahead.scales[1]);
-  decode_turned_rows(strip.codes[0], by[0], head_dim, turned, kLanes, ahead.codes[0]);
-  decode_rows(strip.codes[1], by[1], head_dim, rows, ahead.codes[1]);
-  store(size, by[1].largest(head_dim));
+  const int64_t groups = head_dim / code_group(head_dim);
+  GroupScales by[2];
+  for (int value = 0; value < 2; value++) {
+    by[value].read(strip.scales[value], strip.scale_step, groups);
+    for (int64_t part = 0; part < 2 * groups; part++)
+      ask_for(ahead.scales[value] + part * ahead.scale_step);
+  }
+  alignas(64) float size[kLanes];
+  store(size, by[1].largest(groups));
   for (int64_t i = 0; i < kLanes; i++) {
     if (size[i] < 0x1.fep127f) continue;  // what bf16 has
-    memset(rows + i * head_dim, 0, 4 * head_dim);
-    turned[i] = __builtin_nanf("");
+    by[1].clear(i, groups);
+    by[0].scale[i] = __builtin_nanf("");
   }
-  pack_turned(turned, head_dim, keys, kTile);
-  pack_rows(rows, head_dim, values);
+  decode_turned_rows(strip.codes[0], by[0], head_dim, keys, kTile, ahead.codes[0]);
+  decode_rows(strip.codes[1], by[1], head_dim, values, ahead.codes[1]);
 }
 
 // Decodes the tile at `start`, and asks memory for what comes `kAhead` positions later. `known_dim` is
