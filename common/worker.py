@@ -11,6 +11,7 @@ from typing import Protocol
 import anyio
 import anyio.abc
 
+from kvass.common import namesakes
 from kvass.common.config import Config, WorkerConfig
 from kvass.common.costs import Costs
 from kvass.common.executor import ThreadExecutor
@@ -53,11 +54,13 @@ async def serve_calls(
     task_status: anyio.abc.TaskStatus[Mapping[str, float]],
 ) -> None:
     """Answer calls until cancelled; the cluster and the starter hear of it once we listen, the
-    starter with the seconds that opening the engine took."""
+    starter with the seconds that opening the engine took. Raises Invalid for a namesake."""
     listener, address = await listen(config.host)
     server = Server(member.hello, handlers, member.credentials)
     async with listener, anyio.create_task_group() as tasks:
         tasks.start_soon(accept, listener, server.serve_connection)
+        await namesakes.refuse(member)
+        tasks.start_soon(namesakes.watch, member)
         await member.announce(address, details={DETERMINISTIC: _yes_or_no(means.engine)})
         task_status.started(means.engine.took_s)
 
