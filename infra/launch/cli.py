@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -349,16 +350,29 @@ def drop(
     writer: Annotated[
         str | None, typer.Option(metavar="MEMBER", help="What this worker has written.")
     ] = None,
+    pools: Annotated[
+        bool,
+        typer.Option(
+            "--pools",
+            help="Empty workers' pools also where no store node had anything of the name.",
+        ),
+    ] = False,
     url: Url = None,
     port: Port = None,
     config: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
-    """Erase stored blocks that match all that is given, on every node; it cannot be undone."""
+    """Erase stored blocks that match all that is given, on every node; it cannot be undone.
+
+    Workers' pools cannot tell whose a block is: they are emptied of all that no request uses,
+    unless no node had anything of the name. Exits with 0 when all is erased, and with 1 when
+    nothing had the name, or when somebody could not be told.
+    """
     which = chosen(tenant, namespace, writer)
     loaded = configuration.load(config, _overrides(settings))
     asked = url or f"127.0.0.1:{port or loaded.gateway.port}"
-    sys.exit(anyio.run(drop_blocks, loaded, asked, which, Console()))
+    erase = partial(drop_blocks, loaded, asked, which, Console(), pools=pools)
+    sys.exit(anyio.run(erase))
 
 
 def main() -> None:
