@@ -68,7 +68,9 @@ class Fetcher:
         """Return which blocks the store has: now, or as soon as prefill has written one."""
         chain, ranges = ticket.table.chain, ranges_of(wanted)
         if ticket.prefill_over.is_set():
-            return _indices(await self._store.lookup(chain, ranges, deadline_s=LOOKUP_S))
+            return _indices(
+                await self._store.lookup(chain, ranges, deadline_s=LOOKUP_S, again=True)
+            )
         visible: list[Range] = []
         async with anyio.create_task_group() as tasks:
 

@@ -97,7 +97,10 @@ class Resolver:
     async def run(self, run: Run) -> None:
         """Bring a running job to its end; its blocks are computed by the loop meanwhile."""
         job, chain = run.job, run.job.table.chain
-        found = await self._store.lookup(chain, [(0, job.block_count)], deadline_s=LOOKUP_S)
+        # The gateway has looked, some time ago.
+        found = await self._store.lookup(
+            chain, [(0, job.block_count)], deadline_s=LOOKUP_S, again=True
+        )
         run.stored.update(_indices(found))
         gaps = [i for i in range(job.block_count) if i not in run.stored]
         failure: errors.KvassError | None = None

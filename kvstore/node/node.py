@@ -250,22 +250,22 @@ class Node:
         return m.Attached(card=self._state.endpoints.card(), put_way=way)
 
     async def _lookup(self, call: Call) -> m.Blocks:
-        spans = request_of(call, m.Lookup).spans
-        keys = m.named(spans)
-        found = self._state.index.lookup(list(keys.values()), self._state.now_s())
+        request = request_of(call, m.Lookup)
+        keys = m.named(request.spans)
+        again, now_s = request.again, self._state.now_s()
+        found = self._state.index.lookup([*keys.values()], now_s, again=again)
         self._state.notify()
         here = {i for i, is_here in zip(keys, found, strict=True) if is_here}
         self._asked([keys[i] for i in here])
         flash, bucket = self._found_below([key for i, key in keys.items() if i not in here])
         on_flash = {i for i, key in keys.items() if key in flash}
         in_bucket = {i for i, key in keys.items() if key in bucket}
-        if self._tiers is not None:
-            self._tiers.counts["hits"] += len(on_flash)
-        if self._bucket is not None:
-            self._bucket.counts["hits"] += len(in_bucket)
+        for tier, below in ((self._tiers, on_flash), (self._bucket, in_bucket)):
+            if tier is not None and not again:
+                tier.counts["hits"] += len(below)
         return m.Blocks(
             visible=ranges(here | on_flash | in_bucket),
-            hot=self._hot(spans),
+            hot=self._hot(request.spans),
             on_flash=ranges(on_flash),
             in_bucket=ranges(in_bucket),
         )

@@ -43,7 +43,7 @@ def store_examples(node: SimNode, worker: Worker) -> list[dict[str, Any]]:
     terms = ("put", spans, SPACE, "tenant", "writer", 4, size, 1, groups, 2.0, "job")
     messages: tuple[wire.Message, ...] = (
         m.Attach(endpoints.card()),
-        m.Lookup(there),
+        m.Lookup(there, again=True),
         m.Stage(there, 1.0),
         m.Claim("owner", spans),
         m.PutBegin(*terms, addresses),
