@@ -288,9 +288,11 @@ def status(
     settings: Settings = None,
 ) -> None:
     """Show the members of a running cluster, as its gateway sees them."""
-    asked = url or f"127.0.0.1:{port or Config().gateway.port}"
+    if node and url:
+        raise Invalid("status: give --node, which asks no gateway, or --url, not both")
+    loaded = configuration.load(config, _overrides(settings))
+    asked = url or f"127.0.0.1:{port or loaded.gateway.port}"
     if store or node:
-        loaded = configuration.load(config, _overrides(settings))
         sys.exit(show_store(asked, node or [], loaded, Console(), as_json=as_json))
     sys.exit(show_status(asked, Console(), as_json=as_json))
 

@@ -29,7 +29,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from kvass.common.addresses import require_own
 from kvass.common.bus import host_and_port
 from kvass.common.config import Config
-from kvass.common.errors import KvassError, Unavailable
+from kvass.common.errors import Invalid, KvassError, Unavailable
 from kvass.common.membership import Role
 from kvass.common.rpc.credentials import credentials_of
 from kvass.launch.broker import run_broker
@@ -88,6 +88,11 @@ async def run_up(config: Config, counts: Counts, arguments: Sequence[str]) -> in
 
     `arguments` are passed to every member: the settings that this process was started with.
     """
+    if config.store.standalone:
+        raise Invalid(
+            "store.standalone is set: the nodes of `kvass up` belong to its cluster; "
+            "`kvass store --standalone` runs one by itself"
+        )
     require_own(config.gateway.host, config.gateway.port, section="gateway.")
     require_own(config.host)
     credentials_of(config.cluster)  # what is wrong with them is said once, before any member starts
