@@ -21,8 +21,8 @@ import trio.testing
 from hash_model import BLOCK, HashModel, reference
 from kvass.common.costs import Costs
 from kvass.common.model.runner import Rows
-from kvass.common.transport.memory import Fault
 from kvass.kvstore.links import CALL_S
+from memory_transport import Fault
 from store_sim import LAYOUT, Cluster, chain_of, cluster, push
 from worker_sim import CLAIM_S, Prefiller, add_decoder, add_prefiller
 

@@ -12,7 +12,7 @@ from flash_sim import give_flash, lose_power
 from kvass.common.errors import Unavailable
 from kvass.common.transport.route import Setting
 from kvass.kvstore import messages as m
-from kvass.kvstore.flash.memory_disk import MemoryDisk
+from memory_disk import MemoryDisk
 from store_sim import SPACE, Cluster, SimNode, Worker, at_rest, chain_of, cluster, pull, push
 
 pytestmark = pytest.mark.anyio
