@@ -21,7 +21,7 @@ import anyio
 
 from kvass.common import errors
 from kvass.common.costs import Costs
-from kvass.common.keys import ranges_of, segments
+from kvass.common.keys import indices_of, ranges_of, segments
 from kvass.common.wire import PrefillProgress, Range
 from kvass.kvstore.client.store import StoreClient
 from kvass.prefill.publish import Publisher
@@ -101,7 +101,7 @@ class Resolver:
         found = await self._store.lookup(
             chain, [(0, job.block_count)], deadline_s=LOOKUP_S, again=True
         )
-        run.stored.update(_indices(found))
+        run.stored.update(indices_of(found))
         gaps = [i for i in range(job.block_count) if i not in run.stored]
         failure: errors.KvassError | None = None
         async with anyio.create_task_group() as tasks:
@@ -197,8 +197,8 @@ class Resolver:
         result = await self._store.claim(
             chain, ranges, owner=job.request.job_id, deadline_s=LOOKUP_S
         )
-        run.stored.update(_indices(result.visible))
-        for index in _indices(result.granted):
+        run.stored.update(indices_of(result.visible))
+        for index in indices_of(result.granted):
             job.ours[index] = True
         if result.granted or result.visible:
             return
@@ -206,7 +206,7 @@ class Resolver:
             settled = await self._store.wait(
                 chain, result.taken, until="settled", deadline_s=WAIT_S
             )
-            run.stored.update(_indices(settled.visible))
+            run.stored.update(indices_of(settled.visible))
             return
         raise errors.Unavailable("no store node answers: blocks computed here would reach nobody")
 
@@ -226,7 +226,3 @@ class Resolver:
     async def release(self, job: Job) -> None:
         """Give up the claims of a job that ends early."""
         await self._store.release_claims(job.request.job_id)
-
-
-def _indices(ranges: list[Range]) -> list[int]:
-    return [index for low, high in ranges for index in range(low, high)]

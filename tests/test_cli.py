@@ -65,7 +65,6 @@ def port() -> int:
 def test_help_names_what_can_be_set(command: tuple[str, ...], words: tuple[str, ...]) -> None:
     text = kvass(*command, "--help")
     assert all(word in text for word in words)
-    assert "--supervised" not in text
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,6 @@ from kvass.launch.options import (
     Settings,
     SlabBytes,
     Standalone,
-    Supervised,
     Url,
 )
 from kvass.launch.role import run_role
@@ -102,12 +101,10 @@ def _overrides(settings: list[str] | None, **options: object) -> list[str]:
     return [*texts, *(settings or ())]
 
 
-def _run_member(
-    role: Role, member_id: str | None, file: Path | None, overrides: list[str], supervised: bool
-) -> None:
+def _run_member(role: Role, member_id: str | None, file: Path | None, overrides: list[str]) -> None:
     config = configuration.load(file, overrides)
     name = member_id or f"{role}-{socket.gethostname().split('.')[0]}-{os.getpid()}"
-    sys.exit(run_role(role, config, name, supervised=supervised))
+    sys.exit(run_role(role, config, name))
 
 
 @app.command()
@@ -166,7 +163,6 @@ def gateway(
     member_id: MemberId = None,
     config: ConfigFile = None,
     settings: Settings = None,
-    supervised: Supervised = False,
 ) -> None:
     """Run a gateway: the OpenAI-compatible HTTP API in front of the workers."""
     overrides = _overrides(
@@ -179,7 +175,7 @@ def gateway(
         gateway__host=host,
         gateway__port=port,
     )
-    _run_member("gateway", member_id, config, overrides, supervised)
+    _run_member("gateway", member_id, config, overrides)
 
 
 @app.command()
@@ -194,7 +190,6 @@ def prefill(
     member_id: MemberId = None,
     config: ConfigFile = None,
     settings: Settings = None,
-    supervised: Supervised = False,
 ) -> None:
     """Run a prefill worker: it computes prompts' KV and puts it into the store."""
     overrides = _overrides(
@@ -207,7 +202,7 @@ def prefill(
         prefill__chunk_tokens=chunk_tokens,
         host=host,
     )
-    _run_member("prefill", member_id, config, overrides, supervised)
+    _run_member("prefill", member_id, config, overrides)
 
 
 @app.command()
@@ -222,7 +217,6 @@ def decode(
     member_id: MemberId = None,
     config: ConfigFile = None,
     settings: Settings = None,
-    supervised: Supervised = False,
 ) -> None:
     """Run a decode worker: it takes prompts' KV from the store and generates tokens."""
     overrides = _overrides(
@@ -235,7 +229,7 @@ def decode(
         decode__chunk_tokens=chunk_tokens,
         host=host,
     )
-    _run_member("decode", member_id, config, overrides, supervised)
+    _run_member("decode", member_id, config, overrides)
 
 
 @app.command()
@@ -248,7 +242,6 @@ def store(
     member_id: MemberId = None,
     config: ConfigFile = None,
     settings: Settings = None,
-    supervised: Supervised = False,
 ) -> None:
     """Run a store node: memory for KV blocks of any model, or for anybody's tensors."""
     overrides = _overrides(
@@ -259,7 +252,7 @@ def store(
         store__standalone=standalone,
         host=host,
     )
-    _run_member("store", member_id, config, overrides, supervised)
+    _run_member("store", member_id, config, overrides)
 
 
 @app.command()

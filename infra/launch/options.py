@@ -184,4 +184,3 @@ Url = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-Supervised = Annotated[bool, typer.Option("--supervised", hidden=True)]
