@@ -104,7 +104,6 @@ class Service:
             self._engine.namespace,
             self._engine.layout.block_tokens,
             salt=Salt(request.salt),
-            public_blocks=request.public_blocks,
         )
         chain.extend(request.tokens)
         table = BlockTable(self._engine.pool, chain)

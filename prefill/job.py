@@ -57,11 +57,7 @@ class Run:
 
     def progress(self) -> PrefillProgress:
         """Return the report of now."""
-        leading = 0
-        while leading in self.stored:
-            leading += 1
         return PrefillProgress(
-            visible_blocks=leading,
             computed=tuple(self.job.computed),
             missing=tuple(self._missing()) if self.is_over else (),
             done=self.is_over,

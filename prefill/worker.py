@@ -73,7 +73,7 @@ class Service:
         assert isinstance(request, Prefill)
         run = self._run(request)
         if run is None:
-            await call.send(PrefillProgress(visible_blocks=0, computed=(), done=True))
+            await call.send(PrefillProgress(computed=(), done=True))
             return
         ticket = self._loop.submit(run)
         try:
@@ -109,7 +109,6 @@ class Service:
             engine.namespace,
             engine.layout.block_tokens,
             salt=Salt(request.salt),
-            public_blocks=request.public_blocks,
         )
         chain.extend(request.tokens)
         if not chain.keys:

@@ -25,7 +25,7 @@ EXAMPLES: list[wire.Message] = [
     ),
     wire.PrefillOver(request_id="r"),
     wire.Forget(keys=(b"k" * 32,)),
-    wire.PrefillProgress(visible_blocks=3, computed=((0, 48),), missing=((1, 2),), done=True),
+    wire.PrefillProgress(computed=((0, 48),), missing=((1, 2),), done=True),
     wire.Delta(token_ids=(1,), text="né", finish_reason="stop", computed=((16, 20),)),
     wire.Done(),
 ]
@@ -102,7 +102,7 @@ def generate(**sampling: object) -> dict[str, object]:
         (generate(choice=-1), "choice"),
         (generate(repetition_penalty=1e-40), "repetition_penalty"),
         (generate(logit_bias={"1": 1e30}), "logit_bias"),
-        (generate() | {"public_blocks": -3}, "public_blocks"),
+        (generate() | {"prompt_length": -3}, "prompt_length"),
         (generate() | {"salt": b"s" * 65}, "salt"),
         (generate() | {"deadline_s": float("nan")}, "deadline_s"),
     ],
