@@ -13,9 +13,7 @@ A table for each size, fp8 and the default model's layout:
 The trace names its prompts' pieces of 512 tokens, so what is equal is known to 512 only. *At
 least*: pieces that are equal, and an equal prompt to its end. *At most*: a prompt that begins with
 all whole pieces of an earlier one, and is long enough, goes on from the end of that one's answer.
-
-The trace is not part of this repository: give `--trace FILE`. It is conversation_trace.jsonl of
-Mooncake (FAST'25), in FAST25-release/traces of the GitHub repository kvcache-ai/Mooncake.
+`rig_trace.py` says where the trace is from.
 """
 
 from __future__ import annotations
@@ -31,11 +29,11 @@ import time
 import tracemalloc
 from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 import rig
+import rig_trace
 from kernels import Call, Pool, timed
 from kvass.common import event_loop
 from kvass.common.block import BlockHeader, BlockLayout
@@ -46,13 +44,13 @@ from kvass.kvstore.index.extents import Extents
 from kvass.kvstore.index.ledger import Ledger
 from kvass.kvstore.index.shares import Allotments, Shares
 from rig import Figure
+from rig_trace import PIECE, Prompt, prompts_of
 from transfer import DEADLINE_S, LAYOUT, Memcpy, a_client, config_of, process, run_node
 
 SIZES = (16, 32, 64)
 CONTEXTS, ROWS = (4096, 8192, 16_384), (1, 8)
 POOL_BYTES = 256 << 20  # of each size; eight rows share slots beyond that
 REPETITIONS, QUICK_REPETITIONS = 7, 3
-PIECE = 512  # the trace's
 GET_TOKENS = 1024
 GET_BYTES, QUICK_GET_BYTES = 512 << 20, 64 << 20  # working set: no get finds its bytes in a cache
 GETS, QUICK_GETS = 120, 20
@@ -64,37 +62,12 @@ SPACE = Namespace(b"t" * 32)
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """A request of the trace: its tokens, those of its answer, and its pieces' names."""
-
-    tokens: int
-    answer: int
-    pieces: tuple[int, ...]
-
-    @property
-    def last_whole(self) -> int | None:
-        """Its last piece that is whole."""
-        whole = self.tokens // PIECE
-        return self.pieces[whole - 1] if whole else None
-
-
-@dataclass(frozen=True, slots=True)
 class Reuse:
     """Shares of all prompts' tokens."""
 
     least: float
     most: float
     lost: float
-
-
-def read_trace(path: Path) -> list[Prompt]:
-    prompts = []
-    with path.open() as lines:
-        for line in lines:
-            given = json.loads(line)
-            pieces = tuple(given["hash_ids"])
-            prompts.append(Prompt(given["input_length"], given["output_length"], pieces))
-    return prompts
 
 
 def shared(prompts: list[Prompt]) -> list[tuple[int, int]]:
@@ -253,14 +226,12 @@ def index_bytes(size: int, tokens: int = INDEX_TOKENS) -> int:
 
 def main() -> int:
     parser = rig.parser((__doc__ or "").splitlines()[0])
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="conversation_trace.jsonl")
+    rig_trace.add_option(parser)
     given = parser.parse_args()
-    if given.trace is None or not given.trace.is_file():
-        asked = "no --trace was given" if given.trace is None else f"{given.trace} is no file"
-        print(f"{asked}\n\n{(__doc__ or '').split(chr(10) * 2)[-1]}", file=sys.stderr)
+    if not rig_trace.is_there(given.trace):
         return 2
     torch.set_num_threads(os.cpu_count() or 1)
-    prompts = read_trace(given.trace)
+    prompts = list(prompts_of(given.trace))
     found = shared(prompts)
     with torch.inference_mode():
         attention = attention_figures(QUICK_REPETITIONS if given.quick else REPETITIONS)

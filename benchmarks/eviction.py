@@ -6,10 +6,7 @@ with the store's policy and with others, at several sizes of the store. A block 
 all before it are there. Saved time weighs each hit by what its prefill takes, which grows with its
 depth as attention does: 1 + tokens before it / 30,720, an 8B model's. Belady knows the future: no
 policy can hit more blocks; for saved time it is a reference only. Also printed: what the store's
-policy costs, in time and memory.
-
-The trace is not part of this repository: give `--trace FILE`. It is conversation_trace.jsonl of
-Mooncake (FAST'25), in FAST25-release/traces of the GitHub repository kvcache-ai/Mooncake.
+policy costs, in time and memory. `rig_trace.py` says where the trace is from.
 """
 
 from __future__ import annotations
@@ -20,14 +17,14 @@ import math
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 import rig
+import rig_trace
 from kvass.common.block import BlockHeader
 from kvass.kvstore.eviction.policy import ChainLru, Eviction
 from kvass.kvstore.eviction.reuse import DOUBLE_TOKENS, ReuseEviction
@@ -36,9 +33,9 @@ from kvass.kvstore.index.ledger import Ledger
 from kvass.kvstore.index.shares import Allotments, Shares
 from rig import Figure
 from rig_policies import Belady, Lfu, S3Fifo, Sieve
+from rig_trace import PIECE, Prompt, prompts_of
 
 SHARES = (0.01, 0.03, 0.1, 0.3)  # of the trace's distinct blocks
-BLOCK_TOKENS = 512  # the trace's
 SLOT_BYTES = 64  # a slot's least: the ledger counts bytes, no one writes any
 QUICK_REQUESTS = 2_000
 COST_BLOCKS = 100_000
@@ -48,21 +45,18 @@ SPACE = b"t" * 32
 Requests = list[list[BlockHeader]]
 
 
-def read_trace(path: Path, requests_max: int | None = None) -> Requests:
+def chains_of(prompts: Iterable[Prompt]) -> Requests:
     """Return each request's chain; equal blocks are the same object."""
     headers: dict[int, BlockHeader] = {}
     requests: Requests = []
-    with path.open() as lines:
-        for line in lines:
-            if len(requests) == requests_max:
-                break
-            chain: list[BlockHeader] = []
-            for number in json.loads(line)["hash_ids"]:
-                parent = chain[-1].key if chain else SPACE
-                if number not in headers:
-                    headers[number] = block(number, parent, len(chain))
-                chain.append(headers[number])
-            requests.append(chain)
+    for prompt in prompts:
+        chain: list[BlockHeader] = []
+        for number in prompt.pieces:
+            parent = chain[-1].key if chain else SPACE
+            if number not in headers:
+                headers[number] = block(number, parent, len(chain))
+            chain.append(headers[number])
+        requests.append(chain)
     return requests
 
 
@@ -70,13 +64,13 @@ def block(number: int, parent: bytes, index: int) -> BlockHeader:
     return BlockHeader(
         key=hashlib.blake2b(number.to_bytes(8, "little"), digest_size=32).digest(),
         parent=parent, segment_key=SPACE, index=index, namespace=SPACE, tenant="", writer="",
-        token_count=BLOCK_TOKENS, length=SLOT_BYTES, checksums=(0,),
+        token_count=PIECE, length=SLOT_BYTES, checksums=(0,),
     )  # fmt: skip
 
 
 def seconds(header: BlockHeader) -> float:
     """Return what a block's prefill takes, as a multiple of a first block's."""
-    return 1 + header.index * BLOCK_TOKENS / DOUBLE_TOKENS
+    return 1 + header.index * PIECE / DOUBLE_TOKENS
 
 
 # --- a run ----------------------------------------------------------------------------------------
@@ -234,13 +228,11 @@ def figures(scores: dict[str, list[Score]]) -> list[Figure]:
 
 def main() -> int:
     parser = rig.parser((__doc__ or "").splitlines()[0])
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="conversation_trace.jsonl")
+    rig_trace.add_option(parser)
     given = parser.parse_args()
-    if given.trace is None or not given.trace.is_file():
-        asked = "no --trace was given" if given.trace is None else f"{given.trace} is no file"
-        print(f"{asked}\n\n{(__doc__ or '').split(chr(10) * 2)[-1]}", file=sys.stderr)
+    if not rig_trace.is_there(given.trace):
         return 2
-    requests = read_trace(given.trace, QUICK_REQUESTS if given.quick else None)
+    requests = chains_of(prompts_of(given.trace, QUICK_REQUESTS if given.quick else None))
     distinct = len({header.key for chain in requests for header in chain})
     sizes = [int(distinct * share) for share in SHARES]
     scores = {

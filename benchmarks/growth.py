@@ -6,14 +6,13 @@ names of their own, nodes are of one size, four to a host. Beside each figure st
 placement could better: every segment on its own node, keys that move only to or from the node that
 joined or left, and the spread that chance alone gives equal shares.
 
-Reads are replayed from a trace of requests (`--trace`, the format of Mooncake's open traces), or
+Reads are replayed from a trace of requests (`--trace`; see `rig_trace.py`), or
 from one made here: every request begins with the same segment, as behind one system prompt, and
 has 13 others, half of them read again by a later request.
 """
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import sys
@@ -26,9 +25,11 @@ from pathlib import Path
 import numpy as np
 
 import rig
+import rig_trace
 from kvass.kvstore.node.copies.heat import Heat
 from kvass.kvstore.placement import Placement, StoreNode
 from rig import Figure
+from rig_trace import prompts_of
 
 NODES = (1, 10, 100, 1_000)
 SEGMENT_TOKENS = 512
@@ -142,10 +143,8 @@ Request = tuple[float, list[bytes]]  # when, in seconds, and the segments that i
 
 
 def from_trace(path: Path) -> Iterator[Request]:
-    with path.open() as lines:
-        for line in lines:
-            request = json.loads(line)
-            yield request["timestamp"] / 1e3, [segment(name) for name in request["hash_ids"]]
+    for prompt in prompts_of(path):
+        yield prompt.sent_s, [segment(name) for name in prompt.pieces]
 
 
 def made_here(requests: int) -> Iterator[Request]:
@@ -248,7 +247,7 @@ def plot(made: Sequence[Figure], path: Path) -> None:
 
 def main() -> int:
     parser = rig.parser((__doc__ or "").splitlines()[0])
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="requests, one JSON a line")
+    rig_trace.add_option(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw them there")
     given = parser.parse_args()
     if given.trace is not None and not given.trace.is_file():

@@ -30,6 +30,14 @@ def require_own(host: str, port: int = 0, *, section: str = "") -> None:
         probe.listen(1)
 
 
+def require_interface(interface: str) -> None:
+    """Refuse an interface that this host lacks: UCX would say so at the first transfer, to nobody
+    who waits, and every transfer would fail."""
+    names = [name for _, name in socket.if_nameindex()]
+    if interface not in names:
+        raise Invalid(f"transport.interface is {interface!r}; this host has {', '.join(names)}")
+
+
 def _tcp_socket(host: str) -> socket.socket:
     return socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
 

@@ -30,13 +30,3 @@ class LoopClock:
             return asyncio.get_running_loop().time()
         except RuntimeError:
             return anyio.current_time()
-
-
-class ManualClock:
-    """A clock that a test moves by hand. Mutable field: `time_s`."""
-
-    def __init__(self, time_s: float = 0.0) -> None:
-        self.time_s = time_s
-
-    def now_s(self) -> float:
-        return self.time_s

@@ -289,6 +289,7 @@ def _validate(config: Config) -> None:
             raise Invalid(f"{name}.port is {port}; expected 0 to 65535")
     _validate_tenants(store)
     _validate_bucket(store)
+    _validate_standalone(config)
     if not 0 <= config.prefill.audit_share <= 1:
         raise Invalid(f"prefill.audit_share is {config.prefill.audit_share}; expected 0 to 1")
     if not 1 <= store.replicas <= REPLICAS_MAX:
@@ -325,6 +326,21 @@ def _validate_bucket(store: StoreConfig) -> None:
             "the bucket's name has 3 to 63 lower-case letters, digits, '.' and '-'; the prefix "
             f"letters, digits, '.', '_' and '-'; {BUCKET_CHARACTERS_MAX} characters at most in all"
         )
+
+
+def _validate_standalone(config: Config) -> None:
+    """Refuse what a node by itself would pass over: it joins nobody, and nobody takes copies."""
+    if not config.store.standalone:
+        return
+    for name, value, default in (
+        ("cluster.broker", config.cluster.broker, ""),
+        ("store.replicas", config.store.replicas, 1),
+    ):
+        if value != default:
+            raise Invalid(
+                f"store.standalone is set, and {name} is {value!r}, which a node by itself has no "
+                f"use for: leave out one of them (--set {name}={default!r})"
+            )
 
 
 def _validate_tenants(store: StoreConfig) -> None:

@@ -32,16 +32,20 @@ def parse(text: str, name: str) -> set[int]:
 
 def pin(text: str, name: str) -> None:
     """Let this process run on these cores only; nothing when there are none. Call it first: what
-    threads there are already stay where they are. Raises Invalid for cores that it may not use."""
-    if not text:
-        return
+    threads there are already stay where they are. Raises as `require`."""
+    if text:
+        os.sched_setaffinity(0, require(text, name))
+
+
+def require(text: str, name: str) -> set[int]:
+    """Return the cores of a list; raises Invalid for some that this process may not use."""
     wanted, allowed = parse(text, name), os.sched_getaffinity(0)
     if not wanted <= allowed:
         raise Invalid(
             f"{name} is {text!r}; this process may use only {ranges_of(allowed)} (of this machine, "
             "or of its container)"
         )
-    os.sched_setaffinity(0, wanted)
+    return wanted
 
 
 def usable() -> int:

@@ -1,4 +1,5 @@
-"""The one way to run blocking work: a thread in production, inline in the simulation."""
+"""The one way to run blocking work: a thread in production; inline in the simulation, which has an
+executor of its own."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
-import anyio.lowlevel
+import anyio
 
 T = TypeVar("T")
 
@@ -39,11 +40,3 @@ class ThreadExecutor:
     def close(self) -> None:
         """Let running work end; start nothing more."""
         self._pool.shutdown(wait=True, cancel_futures=True)
-
-
-class InlineExecutor:
-    """Runs the work in the event loop: for the simulation and for unit tests."""
-
-    async def run(self, function: Callable[[], T]) -> T:
-        await anyio.lowlevel.checkpoint()
-        return function()

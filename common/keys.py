@@ -152,6 +152,11 @@ def segments(first: int, stop: int) -> list[tuple[int, int]]:
     return [(low, high) for low, high in pairwise(edges) if low < high]
 
 
+def indices_of(ranges: Iterable[tuple[int, int]]) -> list[int]:
+    """Return the indices of half-open ranges, in the ranges' order."""
+    return [index for low, high in ranges for index in range(low, high)]
+
+
 def ranges_of(indices: Iterable[int]) -> list[tuple[int, int]]:
     """Join ascending indices into maximal half-open ranges."""
     known = list(indices)

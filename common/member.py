@@ -20,7 +20,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
 import anyio
 import msgspec
@@ -57,22 +57,15 @@ FOREIGN_MAX = 64  # presences of another secret that are looked at before joinin
 CommandHandler = Callable[[seal.Command], Awaitable[None]]
 
 
-class Listed(NamedTuple):
-    """A member as a listing shows it."""
-
-    peer: Peer
-    load: Load
-    is_live: bool
-
-
 class Member:
     """One process in the cluster; see the module. asyncio only, as the bus is.
 
     Mutable fields: `_peer` (its own presence), `_seen` (who was live at the last look), `_changed`
     and `_load_came` (set and replaced at each change and each load), `_foreign` (topics of members
-    that sign with another secret, and whether a load of theirs has come). `cluster_fields` is empty
-    for members that serve any model. `load` is called twice a second in the event loop.
-    `on_command` gets this member's commands, one after the other.
+    that sign with another secret, and whether a load of theirs has come), `_heard` (start ids whose
+    loads are received though their role is not followed). `cluster_fields` is empty for
+    members that serve any model. `load` is called twice a second in the event loop. `on_command`
+    gets this member's commands, one after the other.
     """
 
     def __init__(
@@ -137,6 +130,7 @@ class Member:
         self._seal = seal.Seal(self.credentials.secret)
         self._orders = seal.Orders(identity.start_id)
         self._foreign: dict[bus.MemberTopic, bool] = {}
+        self._heard: set[str] = set()
         self._seen: tuple[int, list[str]] = (0, [])
         self._commands, self._commands_received = anyio.create_memory_object_stream[seal.Command](
             COMMANDS_QUEUED
@@ -210,13 +204,12 @@ class Member:
         """Return a member's last load; empty when its role is not followed or none has come."""
         return self.table.load(peer.start_id)
 
-    def listing(self) -> list[Listed]:
-        """Return every member that is known, live or not, for people and dashboards."""
-        now_s = self._clock.now_s()
-        return [
-            Listed(entry.peer, entry.load, is_live=self.table.is_live(entry, now_s))
-            for entry in self.table.entries()
-        ]
+    async def hear(self, peer: Peer) -> None:
+        """Receive this member's loads from now on, also where its role is not followed."""
+        if peer.role not in FOLLOWED[self._peer.role] and peer.start_id not in self._heard:
+            self._heard.add(peer.start_id)
+            topic = self._topics.load(peer.role, peer.member_id, peer.start_id)
+            await self._bus.subscribe(topic)
 
     def refused(self, peer: Peer) -> None:
         """Leave a member out for a while: a connection to it was refused or lost."""
@@ -270,8 +263,7 @@ class Member:
 
     async def _is_alive(self, entry: Entry) -> bool:
         """Wait for a load of this member: a broker may keep the presence of the dead."""
-        peer = entry.peer
-        await self._bus.subscribe(self._topics.load(peer.role, peer.member_id, peer.start_id))
+        await self.hear(entry.peer)
         with anyio.move_on_after(JOIN_CHECK_S):
             while entry.load_heard_s is None:
                 await self._load_came.wait()

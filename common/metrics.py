@@ -246,13 +246,13 @@ class StoreTotals:
         )
         self.lookups = Counter(
             "kvass_store_lookups",
-            "Blocks looked up, by answer; one that gateway and workers ask for counts each time",
+            "Blocks looked up, by answer: each block of a prompt once, at the first node asked",
             ["answer"],
             registry=registry,
         )
         self.hits = Counter(
             "kvass_store_hits",
-            "Blocks found, by the tier they were in",
+            "Blocks looked up and found, by the tier they were in",
             ["tier"],
             registry=registry,
         )

@@ -1,11 +1,12 @@
-"""Two processes under one member id: of roles where others go by the id, only one may serve.
+"""Two processes under one member id: only one may serve.
 
     the first one lives        ─> who comes later is refused, in words
     the first one had stopped  ─> who comes later serves; the first one leaves when it wakes
 
-A member is a host and a start, never an id alone. But blocks are where the id says: with two store
-nodes of one name half of what one of them has would not be found. Who is later is told by the
-starts' times and ids, which both compare alike, so that never both leave.
+A member is a host and a start, never an id alone. But others go by the id: of two workers or
+gateways of one name, one is seen by nobody; and blocks are where a store node's id says, so that
+half of what one of two has would not be found. Who is later is told by the starts' times and ids,
+which both compare alike, so that never both leave.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ async def refuse(member: Member) -> None:
     """Raise Invalid if another start of this member's id is there and lives; call it before the
     member says that it is ready. A presence that nobody stands behind any more refuses nobody."""
     with anyio.move_on_after(JOIN_CHECK_S):
-        while others := _others(member):
+        while others := await _others(member):
             for other in others:
                 if other.load_heard_s is not None:
                     raise Invalid(
@@ -39,7 +40,7 @@ async def watch(member: Member, clock: Clock | None = None) -> None:
     clock = clock or RealClock()
     while True:
         me = [each.peer for each in _starts(member) if _is_own(each, member)]
-        for other in _others(member):
+        for other in await _others(member):
             heard_s = other.load_heard_s
             lives = heard_s is not None and clock.now_s() - heard_s <= LIVE_S
             if lives and me and _age(other.peer) > _age(me[0]):
@@ -59,10 +60,13 @@ def _is_own(entry: Entry, member: Member) -> bool:
     return entry.peer.start_id == member.hello.start_id
 
 
-def _others(member: Member) -> list[Entry]:
-    """Return the other starts of this id that have come to serve."""
-    others = (entry for entry in _starts(member) if not _is_own(entry, member))
-    return [entry for entry in others if entry.peer.state != "joining"]
+async def _others(member: Member) -> list[Entry]:
+    """Return the other starts of this id that have come to serve, and listen to them."""
+    others = [entry for entry in _starts(member) if not _is_own(entry, member)]
+    serving = [entry for entry in others if entry.peer.state != "joining"]
+    for entry in serving:
+        await member.hear(entry.peer)
+    return serving
 
 
 def _age(peer: Peer) -> tuple[float, str]:

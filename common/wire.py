@@ -17,7 +17,7 @@ from msgspec import Meta
 from kvass.common.errors import Invalid
 from kvass.common.keys import KEY_BYTES
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 # A prompt of 131,072 tokens is 0.6 MB of msgpack, and the largest `lookup` 4.7 MB.
 FRAME_BYTES_MAX = 8 << 20
 ITEMS_MAX = 1 << 20
@@ -45,7 +45,6 @@ Range = tuple[Position, Position]  # half-open, of block indices or token positi
 Ranges = Annotated[tuple[Range, ...], Meta(max_length=1 << 16)]  # every other block of 131,072
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 Salted = Annotated[bytes, Meta(max_length=64)]  # BLAKE2b takes no longer key
-Blocks = Annotated[int, Meta(ge=0, le=ITEMS_MAX)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-100, le=100)]
 
@@ -132,12 +131,10 @@ def unpack(data: bytes | memoryview) -> Any:
 class PrefillProgress(Message, frozen=True, tag="prefill_progress"):
     """A prefill job's state; the last one of a stream has `done` set.
 
-    `visible_blocks`: leading blocks of the chain now in the store. `computed`: token ranges whose
-    KV this job computed so far. On the last message, `missing` lists block ranges that could not
-    be put into the store (decode computes them).
+    `computed`: token ranges whose KV this job computed so far. On the last message, `missing` lists
+    block ranges that could not be put into the store (decode computes them).
     """
 
-    visible_blocks: Blocks
     computed: Ranges
     missing: Ranges = ()
     done: bool = False
@@ -156,7 +153,6 @@ class Prefill(Request[PrefillProgress], frozen=True, tag="prefill"):
     hold_owner: Name
     deadline_s: Seconds  # from receipt
     salt: Salted = b""
-    public_blocks: Blocks = 0
     tenant: Name = ""
     priority: Integer = 0  # lower is sooner
 
@@ -228,7 +224,6 @@ class Generate(Request[Delta], frozen=True, tag="generate"):
     prefill_pending: bool = False
     hold_owner: Name = ""  # released in the store once the prompt's blocks are pulled
     salt: Salted = b""
-    public_blocks: Blocks = 0
     tenant: Name = ""
     priority: Integer = 0
 

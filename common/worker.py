@@ -11,16 +11,18 @@ from typing import Protocol
 import anyio
 import anyio.abc
 
+from kvass.common import namesakes
 from kvass.common.config import Config, WorkerConfig
 from kvass.common.costs import Costs
 from kvass.common.executor import ThreadExecutor
+from kvass.common.keys import BlockKey
 from kvass.common.member import Member
 from kvass.common.metrics import WorkerMetrics, read
 from kvass.common.model.engine import Engine, open_engine
 from kvass.common.native import library
 from kvass.common.pool.pool import BlockPool
-from kvass.common.rpc.server import Handler, Server, accept, listen
-from kvass.common.wire import Message
+from kvass.common.rpc.server import Call, Handler, Server, accept, listen
+from kvass.common.wire import Done, Forget, Message
 
 DETERMINISTIC = "deterministic"  # what a worker says of its arithmetic: "yes" or "no"
 
@@ -53,13 +55,26 @@ async def serve_calls(
     task_status: anyio.abc.TaskStatus[Mapping[str, float]],
 ) -> None:
     """Answer calls until cancelled; the cluster and the starter hear of it once we listen, the
-    starter with the seconds that opening the engine took."""
+    starter with the seconds that opening the engine took. Raises Invalid for a namesake."""
     listener, address = await listen(config.host)
     server = Server(member.hello, handlers, member.credentials)
     async with listener, anyio.create_task_group() as tasks:
         tasks.start_soon(accept, listener, server.serve_connection)
+        await namesakes.refuse(member)
+        tasks.start_soon(namesakes.watch, member)
         await member.announce(address, details={DETERMINISTIC: _yes_or_no(means.engine)})
         task_status.started(means.engine.took_s)
+
+
+def forgetting(pool: BlockPool) -> Handler:
+    """Return what answers Forget: it drops blocks from the pool that no request uses."""
+
+    async def forget(call: Call) -> Done:
+        assert isinstance(call.request, Forget)
+        pool.forget([BlockKey(key) for key in call.request.keys])
+        return Done()
+
+    return forget
 
 
 class Totals(Protocol):

@@ -12,7 +12,7 @@ import anyio
 from anyio import Event
 
 from kvass.common.costs import Costs
-from kvass.common.keys import Chain, ranges_of
+from kvass.common.keys import Chain, indices_of, ranges_of
 from kvass.common.pool.table import BlockTable
 from kvass.common.wire import Range
 from kvass.kvstore.client.store import StoreClient
@@ -68,7 +68,9 @@ class Fetcher:
         """Return which blocks the store has: now, or as soon as prefill has written one."""
         chain, ranges = ticket.table.chain, ranges_of(wanted)
         if ticket.prefill_over.is_set():
-            return _indices(await self._store.lookup(chain, ranges, deadline_s=LOOKUP_S))
+            return indices_of(
+                await self._store.lookup(chain, ranges, deadline_s=LOOKUP_S, again=True)
+            )
         visible: list[Range] = []
         async with anyio.create_task_group() as tasks:
 
@@ -80,7 +82,7 @@ class Fetcher:
             result = await self._store.wait(chain, ranges, until="visible", deadline_s=WAIT_S)
             visible = list(result.visible)
             tasks.cancel_scope.cancel()
-        return _indices(visible)
+        return indices_of(visible)
 
     async def _pull(self, table: BlockTable, indices: list[int]) -> set[int]:
         """Pull blocks, or wait for another request's pull of them; return those that failed."""
@@ -90,7 +92,7 @@ class Fetcher:
             return set()
         worth = [low for low in ranges_of(ours) if self._pays(low, table.block_tokens)]
         size = table.block_tokens
-        chosen = [index for index in _indices(worth) if table.grow((index + 1) * size)]
+        chosen = [index for index in indices_of(worth) if table.grow((index + 1) * size)]
         if not chosen:
             return set(ours)
         ended = Event()
@@ -116,7 +118,3 @@ class Fetcher:
             landed = await self._store.pull(chain, indices, slots, deadline_s=PULL_S)
             self._costs.pulled(len(landed) * self._block_size, anyio.current_time() - started_s)
         return landed
-
-
-def _indices(ranges: list[Range]) -> list[int]:
-    return [index for low, high in ranges for index in range(low, high)]

@@ -85,10 +85,6 @@ class TextStream:
             return self._end(text + self._stops.flush(), "length", "")
         return Step(self._unsent(text))
 
-    def finish(self) -> str:
-        """Release what was held back; for an answer that ends for other reasons. Idempotent."""
-        return "" if self._is_over else self._end(self._stops.flush(), "", "").text
-
     def _end(self, text: str, finish_reason: str, stop_reason: str) -> Step:
         self._is_over = True
         return Step(self._unsent(text), finish_reason, stop_reason)

@@ -15,7 +15,7 @@ import anyio.abc
 
 from kvass.common.config import Config
 from kvass.common.errors import DeadlineExceeded, Invalid, Overloaded
-from kvass.common.keys import BlockKey, Chain, Salt
+from kvass.common.keys import Chain, Salt
 from kvass.common.member import Member
 from kvass.common.metrics import BlockMetrics, WorkerMetrics
 from kvass.common.model.engine import Engine
@@ -23,7 +23,7 @@ from kvass.common.model.tokenizer import Tokenizer
 from kvass.common.pool.table import BlockTable
 from kvass.common.rpc.server import Call, Handler
 from kvass.common.wire import Delta, Done, Forget, Generate, Message, PrefillOver
-from kvass.common.worker import Means, open_means, pool_load, serve_calls, watch
+from kvass.common.worker import Means, forgetting, open_means, pool_load, serve_calls, watch
 from kvass.decode.fetch import Fetcher
 from kvass.decode.loop import DecodeLoop, Ticket
 from kvass.decode.offer import Offerer
@@ -55,7 +55,11 @@ class Service:
         self._queue_requests = queue_requests
 
     def handlers(self) -> dict[type[Message], Handler]:
-        return {Generate: self.generate, PrefillOver: self.prefill_over, Forget: self.forget}
+        return {
+            Generate: self.generate,
+            PrefillOver: self.prefill_over,
+            Forget: forgetting(self._engine.pool),
+        }
 
     async def generate(self, call: Call) -> None:
         """Stream a request's deltas; whatever ends this ends the request."""
@@ -94,19 +98,12 @@ class Service:
         self._loop.prefill_over(call.request.request_id)
         return Done()
 
-    async def forget(self, call: Call) -> Done:
-        """Drop unused blocks from the pool."""
-        assert isinstance(call.request, Forget)
-        self._engine.pool.forget([BlockKey(key) for key in call.request.keys])
-        return Done()
-
     def _ticket(self, request: Generate) -> Ticket:
         self._check(request)
         chain = Chain(
             self._engine.namespace,
             self._engine.layout.block_tokens,
             salt=Salt(request.salt),
-            public_blocks=request.public_blocks,
         )
         chain.extend(request.tokens)
         table = BlockTable(self._engine.pool, chain)

@@ -19,7 +19,7 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskStatus
 
-from kvass.common import wire
+from kvass.common import namesakes, wire
 from kvass.common.clock import RealClock
 from kvass.common.config import DEFAULT_MODEL, ClusterConfig, Config
 from kvass.common.keys import Canonical, namespace_of
@@ -159,6 +159,8 @@ async def _serve(
         server = HttpServer(app, grace_s=GRACE_S)
         tasks.start_soon(server.run_on, bound)
         await server.accepting.wait()
+        await namesakes.refuse(member)
+        tasks.start_soon(namesakes.watch, member)
         host, port = bound.getsockname()[:2]
         await member.announce(f"{host}:{port}")
         life.is_serving = True

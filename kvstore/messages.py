@@ -92,9 +92,11 @@ class Blocks(Message, frozen=True, tag="blocks"):
 
 
 class Lookup(Request[Blocks], frozen=True, tag="lookup"):
-    """Which of these blocks are readable? Protects nothing."""
+    """Which of these blocks are readable? Protects nothing. `again`: for the same request they were
+    looked up before, here or elsewhere, and count as neither hits nor misses."""
 
     spans: Spans
+    again: bool = False
 
 
 class Stage(Request[Done], frozen=True, tag="stage"):

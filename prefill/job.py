@@ -21,7 +21,7 @@ import anyio
 
 from kvass.common import errors
 from kvass.common.costs import Costs
-from kvass.common.keys import ranges_of, segments
+from kvass.common.keys import indices_of, ranges_of, segments
 from kvass.common.wire import PrefillProgress, Range
 from kvass.kvstore.client.store import StoreClient
 from kvass.prefill.publish import Publisher
@@ -57,11 +57,7 @@ class Run:
 
     def progress(self) -> PrefillProgress:
         """Return the report of now."""
-        leading = 0
-        while leading in self.stored:
-            leading += 1
         return PrefillProgress(
-            visible_blocks=leading,
             computed=tuple(self.job.computed),
             missing=tuple(self._missing()) if self.is_over else (),
             done=self.is_over,
@@ -97,8 +93,11 @@ class Resolver:
     async def run(self, run: Run) -> None:
         """Bring a running job to its end; its blocks are computed by the loop meanwhile."""
         job, chain = run.job, run.job.table.chain
-        found = await self._store.lookup(chain, [(0, job.block_count)], deadline_s=LOOKUP_S)
-        run.stored.update(_indices(found))
+        # The gateway has looked, some time ago.
+        found = await self._store.lookup(
+            chain, [(0, job.block_count)], deadline_s=LOOKUP_S, again=True
+        )
+        run.stored.update(indices_of(found))
         gaps = [i for i in range(job.block_count) if i not in run.stored]
         failure: errors.KvassError | None = None
         async with anyio.create_task_group() as tasks:
@@ -194,8 +193,8 @@ class Resolver:
         result = await self._store.claim(
             chain, ranges, owner=job.request.job_id, deadline_s=LOOKUP_S
         )
-        run.stored.update(_indices(result.visible))
-        for index in _indices(result.granted):
+        run.stored.update(indices_of(result.visible))
+        for index in indices_of(result.granted):
             job.ours[index] = True
         if result.granted or result.visible:
             return
@@ -203,7 +202,7 @@ class Resolver:
             settled = await self._store.wait(
                 chain, result.taken, until="settled", deadline_s=WAIT_S
             )
-            run.stored.update(_indices(settled.visible))
+            run.stored.update(indices_of(settled.visible))
             return
         raise errors.Unavailable("no store node answers: blocks computed here would reach nobody")
 
@@ -223,7 +222,3 @@ class Resolver:
     async def release(self, job: Job) -> None:
         """Give up the claims of a job that ends early."""
         await self._store.release_claims(job.request.job_id)
-
-
-def _indices(ranges: list[Range]) -> list[int]:
-    return [index for low, high in ranges for index in range(low, high)]

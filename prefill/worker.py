@@ -18,7 +18,7 @@ from kvass.common.clock import LoopClock
 from kvass.common.config import Config
 from kvass.common.costs import Costs
 from kvass.common.errors import DeadlineExceeded, Invalid, KvassError, Overloaded
-from kvass.common.keys import BlockKey, Chain, Salt
+from kvass.common.keys import Chain, Salt
 from kvass.common.member import Member
 from kvass.common.membership import Role
 from kvass.common.metrics import AuditMetrics, BlockMetrics, WorkerMetrics
@@ -28,8 +28,8 @@ from kvass.common.model.engine import Engine
 from kvass.common.pool.table import BlockTable
 from kvass.common.rpc.dial import Dialer
 from kvass.common.rpc.server import Call, Handler
-from kvass.common.wire import WORKER_REPLIES, Done, Forget, Message, Prefill, PrefillProgress, Tags
-from kvass.common.worker import Means, open_means, pool_load, serve_calls, watch
+from kvass.common.wire import WORKER_REPLIES, Forget, Message, Prefill, PrefillProgress, Tags
+from kvass.common.worker import Means, forgetting, open_means, pool_load, serve_calls, watch
 from kvass.kvstore.client.store import StoreClient, open_client
 from kvass.kvstore.placement import nodes_of
 from kvass.prefill.audit import Arithmetic, Auditor, Bench
@@ -65,7 +65,7 @@ class Service:
         self._clock = LoopClock()
 
     def handlers(self) -> dict[type[Message], Handler]:
-        return {Prefill: self.prefill, Forget: self.forget}
+        return {Prefill: self.prefill, Forget: forgetting(self._engine.pool)}
 
     async def prefill(self, call: Call) -> None:
         """Stream a job's progress; whatever ends this ends the job."""
@@ -73,7 +73,7 @@ class Service:
         assert isinstance(request, Prefill)
         run = self._run(request)
         if run is None:
-            await call.send(PrefillProgress(visible_blocks=0, computed=(), done=True))
+            await call.send(PrefillProgress(computed=(), done=True))
             return
         ticket = self._loop.submit(run)
         try:
@@ -96,12 +96,6 @@ class Service:
         finally:
             self._loop.leave(ticket)
 
-    async def forget(self, call: Call) -> Done:
-        """Drop unused blocks from the pool."""
-        assert isinstance(call.request, Forget)
-        self._engine.pool.forget([BlockKey(key) for key in call.request.keys])
-        return Done()
-
     def _run(self, request: Prefill) -> Run | None:
         """Check a job before it takes anything; None when it has no full block."""
         engine = self._engine
@@ -115,7 +109,6 @@ class Service:
             engine.namespace,
             engine.layout.block_tokens,
             salt=Salt(request.salt),
-            public_blocks=request.public_blocks,
         )
         chain.extend(request.tokens)
         if not chain.keys:

@@ -54,6 +54,7 @@ if __name__ == "__main__":
         role._MODULES[name] = "fake_cluster"
     setattr(role, "with_model", lambda config, *, progress: config)  # noqa: B010
     setattr(up, "with_model", lambda config, *, progress: config)  # noqa: B010
+    setattr(up, "require_roles", lambda config, roles: None)  # noqa: B010
     up.PROGRAM = (sys.executable, __file__)
     if sys.argv[1] != "up":
         sys.exit(member.main())

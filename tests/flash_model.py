@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
+from inline import InlineFutures
 from kvass.common.block import BlockHeader
 from kvass.common.checksum import sums
-from kvass.kvstore.flash.appender import InlineFutures
 from kvass.kvstore.flash.disk import PAGE, Disk, page_memory
 from kvass.kvstore.flash.log import FlashLog, LogSettings
-from kvass.kvstore.flash.memory_disk import MemoryDisk
 from kvass.kvstore.flash.records import DropOrder
 from kvass.kvstore.flash.table import pages_in
+from memory_disk import MemoryDisk
 
 SMALL = LogSettings(
     flash_bytes=5 * 16 * PAGE,

@@ -158,7 +158,6 @@ class ScriptedWorker:
             done = index + 1 == blocks
             await call.send(
                 PrefillProgress(
-                    index + 1,
                     ((0, (index + 1) * BLOCK_TOKENS),),
                     self.missing if done else (),
                     done=done,

@@ -20,7 +20,7 @@ import anyio
 import tokenizers
 import torch
 
-from kvass.common.clock import ManualClock
+from inline import ManualClock
 from kvass.common.costs import Costs
 from kvass.common.errors import KvassError, Unavailable
 from kvass.common.keys import Chain, Namespace, ranges_of

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import block_sizes
-from block_sizes import Prompt, Reuse, reuse, shared
+from block_sizes import Reuse, reuse, shared
+from rig_trace import Prompt, prompts_of
 
 
 @st.composite
@@ -83,6 +84,7 @@ def test_without_the_trace_it_says_where_it_is(
 
 
 def test_a_trace_is_read(tmp_path: Path) -> None:
-    line = '{"timestamp": 0, "input_length": 700, "output_length": 5, "hash_ids": [4, 9]}\n'
+    line = '{"timestamp": 1500, "input_length": 700, "output_length": 5, "hash_ids": [4, 9]}\n'
     (tmp_path / "trace").write_text(line * 2)
-    assert block_sizes.read_trace(tmp_path / "trace") == [Prompt(700, 5, (4, 9))] * 2
+    assert list(prompts_of(tmp_path / "trace")) == [Prompt(700, 5, (4, 9), 1.5)] * 2
+    assert len(list(prompts_of(tmp_path / "trace", 1))) == 1

@@ -65,7 +65,6 @@ def port() -> int:
 def test_help_names_what_can_be_set(command: tuple[str, ...], words: tuple[str, ...]) -> None:
     text = kvass(*command, "--help")
     assert all(word in text for word in words)
-    assert "--supervised" not in text
 
 
 @pytest.mark.parametrize(
@@ -92,6 +91,10 @@ def test_help_names_what_can_be_set(command: tuple[str, ...], words: tuple[str, 
         (("up", "--broker", "nowhere"), "cluster.broker is 'nowhere'; expected host:port"),
         (("up", "--broker", "127.0.0.1:1"), "the broker 127.0.0.1:1 cannot be reached"),
         (("up", "--model", "/nonexistent"), "/nonexistent"),
+        (("up", "--set", "store.standalone=true"), "`kvass store --standalone` runs one by itself"),
+        (("store", "--standalone", "--broker", "127.0.0.1:1"), "cluster.broker is '127.0.0.1:1'"),
+        (("status", "--node", "127.0.0.1:1", "--url", "127.0.0.1:1"), "give --node"),
+        (("status", "--set", "gateway.prot=1"), "no setting gateway.prot"),
     ],
 )
 def test_a_wrong_setting_is_one_line_that_names_it(
@@ -119,6 +122,7 @@ def test_the_environment_names_the_port_and_settings_win_over_it(port: int) -> N
         for own in (("--port", taken), ("--set", f"gateway.port={taken}")):
             assert f"port {taken} on" in kvass("up", *own, code=2, KVASS_PORT=named)
     assert f"http://127.0.0.1:{named}." in kvass("status", code=1, KVASS_PORT=named)
+    assert f"http://127.0.0.1:{named}." in kvass("status", "--set", f"gateway.port={named}", code=1)
     assert "KVASS_PORT" in kvass("gateway", "--help")
 
 

@@ -32,10 +32,10 @@ def anyio_backend() -> tuple[str, dict[str, object]]:
 
 
 @asynccontextmanager
-async def a_cluster(told: list[Message]) -> AsyncIterator[list[dict[str, Any]]]:
+async def a_cluster(told: list[Message], blocks: int = 3) -> AsyncIterator[list[dict[str, Any]]]:
     async def dropped(call: Call) -> m.Dropped:
         told.append(call.request)
-        return m.Dropped(blocks=3)
+        return m.Dropped(blocks=blocks)
 
     async def forgotten(call: Call) -> Done:
         told.append(call.request)
@@ -63,13 +63,17 @@ def unnamed(told: list[Message]) -> list[Message]:
 
 
 async def run(
-    monkeypatch: pytest.MonkeyPatch, members: list[dict[str, Any]], **which: str
+    monkeypatch: pytest.MonkeyPatch,
+    members: list[dict[str, Any]],
+    *,
+    pools: bool = False,
+    **which: str,
 ) -> tuple[int, str]:
     monkeypatch.setattr(command, "cluster_at", lambda url, console: {"members": members})
     monkeypatch.setattr(operator, "credentials_of", lambda cluster: CREDENTIALS)
     console = Console(record=True, width=200)
     asked = command.chosen(which.get("tenant"), which.get("namespace"), which.get("writer"))
-    code = await command.drop(Config(), "somewhere", asked, console)
+    code = await command.drop(Config(), "somewhere", asked, console, pools=pools)
     return code, console.export_text()
 
 
@@ -81,6 +85,36 @@ async def test_the_store_is_told_then_the_workers_then_the_store_again(
         code, text = await run(monkeypatch, members, tenant="alice")
     assert code == 0 and "6 blocks erased" in text
     assert unnamed(told) == [m.Drop(tenant="alice"), Forget(), m.Drop(tenant="alice")]
+
+
+@pytest.mark.parametrize(
+    "which", [{"tenant": "alcie"}, {"writer": "prefil-0"}, {"namespace": "ab" * 32}]
+)
+async def test_a_name_that_nothing_has_empties_no_pool(
+    monkeypatch: pytest.MonkeyPatch, which: dict[str, str]
+) -> None:
+    told: list[Message] = []
+    async with a_cluster(told, blocks=0) as members:
+        code, text = await run(monkeypatch, members, pools=False, **which)
+    ((what, name),) = which.items()
+    assert code == 1 and f"Nothing of {what} '{name}' is on 1 store node" in text
+    assert [type(each) for each in told] == [m.Drop]
+
+
+async def test_what_only_pools_hold_is_erased_when_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or when a node cannot be asked, which may have it."""
+    told: list[Message] = []
+    async with a_cluster(told, blocks=0) as members:
+        code, text = await run(monkeypatch, members, pools=True, tenant="alice")
+        assert code == 0 and "0 blocks erased" in text and "the pools of 1 were emptied" in text
+        assert unnamed(told) == [m.Drop(tenant="alice"), Forget(), m.Drop(tenant="alice")]
+        told.clear()
+        lost = {"role": "store", "id": "store-1", "address": "127.0.0.1:1", "state": "lost"}
+        code, text = await run(monkeypatch, [*members, lost], tenant="alice")
+    assert code == 1 and "was not told" in text
+    assert Forget() in told
 
 
 async def test_what_one_node_cannot_erase_the_others_do_all_the_same(

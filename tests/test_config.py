@@ -94,6 +94,13 @@ def test_what_is_wrong_is_named(override: str, reason: str) -> None:
         config.load(None, [override])
 
 
+@pytest.mark.parametrize("ignored", ["cluster.broker='127.0.0.1:1883'", "store.replicas=2"])
+def test_a_node_by_itself_ignores_nothing(ignored: str) -> None:
+    name, _, value = ignored.partition("=")
+    with pytest.raises(Invalid, match=f"standalone is set, and {name} is {value}.*leave out one"):
+        config.load(None, ["store.standalone=true", ignored])
+
+
 @pytest.mark.parametrize("address", ["s3://kv1", "s3://kv1/", "s3://my.kv-1/a/b_c.d-e"])
 def test_buckets(address: str) -> None:
     assert config.load(None, [f"store.bucket={address}"]).store.bucket == address

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import eviction
+from rig_trace import PIECE, prompts_of
 
 
 def write_trace(path: Path) -> None:
@@ -26,13 +27,14 @@ def write_trace(path: Path) -> None:
         fresh += added
         if rng.random() < (0.8 if goes_on else 0.3):
             going.append(chain)
-        lines.append(json.dumps({"hash_ids": chain}))
+        whole = {"timestamp": 0, "input_length": PIECE * len(chain), "output_length": 1}
+        lines.append(json.dumps(whole | {"hash_ids": chain}))
     path.write_text("\n".join(lines) + "\n")
 
 
 def test_the_order_of_the_policies(tmp_path: Path) -> None:
     write_trace(tmp_path / "trace")
-    requests = eviction.read_trace(tmp_path / "trace")
+    requests = eviction.chains_of(prompts_of(tmp_path / "trace"))
     for blocks in (100, 800):
         scores = {
             name: eviction.replay(requests, blocks, make(blocks))
@@ -46,7 +48,7 @@ def test_the_order_of_the_policies(tmp_path: Path) -> None:
 
 def test_with_room_for_all_every_policy_hits_all_that_came_before(tmp_path: Path) -> None:
     write_trace(tmp_path / "trace")
-    requests = eviction.read_trace(tmp_path / "trace")
+    requests = eviction.chains_of(prompts_of(tmp_path / "trace"))
     asked = sum(map(len, requests))
     distinct = len({header.key for chain in requests for header in chain})
     for make in eviction.policies(requests).values():

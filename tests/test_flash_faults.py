@@ -31,9 +31,9 @@ from kvass.common.block import BlockHeader
 from kvass.common.errors import Unavailable
 from kvass.kvstore.flash import records
 from kvass.kvstore.flash.log import FlashLog
-from kvass.kvstore.flash.memory_disk import Killed, MemoryDisk
 from kvass.kvstore.flash.records import DropOrder
 from kvass.kvstore.flash.segment import name_of
+from memory_disk import Killed, MemoryDisk
 
 # As on a node: much more than a file may be unsynced. Else hardly anything ever is, in a log so
 # small.

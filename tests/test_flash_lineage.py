@@ -16,10 +16,10 @@ from kvass.common.keys import SEGMENT_BLOCKS
 from kvass.kvstore.flash import records
 from kvass.kvstore.flash.disk import PAGE
 from kvass.kvstore.flash.lineage import computed_upon
-from kvass.kvstore.flash.memory_disk import Killed, MemoryDisk
 from kvass.kvstore.flash.notes import Notes
 from kvass.kvstore.flash.records import FileHead, FileIndex
 from kvass.kvstore.flash.segment import Segment, name_of
+from memory_disk import Killed, MemoryDisk
 
 BLOCKS = st.lists(st.tuples(st.integers(0, 11), st.integers(0, 2), st.integers(0, 2)), max_size=12)
 

@@ -31,10 +31,10 @@ from flash_model import (
 from kvass.common.errors import Unavailable
 from kvass.kvstore.flash.disk import PAGE
 from kvass.kvstore.flash.log import FlashLog
-from kvass.kvstore.flash.memory_disk import Killed, MemoryDisk
 from kvass.kvstore.flash.records import DropOrder, record_head
 from kvass.kvstore.flash.segment import name_of
 from kvass.kvstore.flash.table import hash_of, hashes_of
+from memory_disk import Killed, MemoryDisk
 
 NUMBERS = st.integers(0, 30)
 DEATHS, SOAKED = 20, 1000  # writes of a history; examples from which on it is a soak

@@ -15,12 +15,12 @@ from kvass.common.config import WorkerConfig
 from kvass.common.errors import Invalid, Unavailable
 from kvass.common.kernels.paged import paged_kv
 from kvass.common.kernels.turn import Turn
-from kvass.common.model.engine import pool_slots
 from kvass.common.model.known_answer import check, known_answer
 from kvass.common.model.load import load_model
 from kvass.common.model.runner import Rows, Runner
 from kvass.common.model.spec import ModelSpec, load_spec, tensor_shapes
 from kvass.common.pool.memory import SlotMemory
+from kvass.common.pool.size import pool_slots
 
 BLOCK = 16
 CONFIG = {

@@ -74,19 +74,63 @@ def test_a_new_id_takes_what_is_free_first_what_is_nobodys(tmp_path: Path) -> No
         RealDisk(tmp_path / "node-1").close()  # as an earlier version left it
         with taken(tmp_path, "c") as name:
             assert name == "node-1"
-    with taken(tmp_path, "d") as name:
-        assert name == "node-0", "rather than let it lie"
 
 
-def test_a_new_id_waits_for_the_folder_of_a_process_that_is_over(tmp_path: Path) -> None:
-    disk, name = take(tmp_path, "store-host-7")
+def test_a_new_id_leaves_to_others_what_is_theirs(tmp_path: Path) -> None:
+    """`kvass up --store 3` after `--store 2`: the new node may be the first to look."""
+    for id_ in ("store-0", "store-1"):
+        with taken(tmp_path, id_):
+            pass
+    ended_owner(tmp_path / "node-0", "store-0")
+    begun_s = time.monotonic()
+    with taken(tmp_path, "store-2") as third:
+        assert third == "node-2" and time.monotonic() - begun_s < 1
+        with taken(tmp_path, "store-1") as second, taken(tmp_path, "store-0") as first:
+            assert (first, second) == ("node-0", "node-1")
+    with taken(tmp_path, "store-2") as third:
+        assert third == "node-2"
+
+
+def test_when_there_can_be_no_more_folders_one_that_lies_idle_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FOLDERS_MAX", 2)
+    with taken(tmp_path, "a"), taken(tmp_path, "b"):
+        pass
+    with taken(tmp_path, "c") as name:
+        assert name == "node-0"
+
+
+def test_a_second_one_of_an_id_does_not_become_who_is_found_again(tmp_path: Path) -> None:
+    RealDisk(tmp_path / "node-1").close()
+    disk, name = take(tmp_path, "a")
+    assert name == "node-1"
+    with taken(tmp_path, "a") as second:
+        assert second == "node-0"
+    disk.close()
+    with taken(tmp_path, "a") as again:
+        assert again == "node-1", "where its blocks are"
+
+
+def ended_owner(folder: Path, member_id: str) -> str:
+    """Let a process that is over be the one that had a folder; `{pid}` in its id is its own."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ticks = start_ticks(ended.pid) or 0
     ended.wait()
-    owner = Owner("store-host-7", "host", ended.pid, ticks)
-    (tmp_path / name / "lock").write_text(owner.text())
+    owner = Owner(member_id.format(pid=ended.pid), "host", ended.pid, ticks)
+    (folder / "lock").write_text(owner.text())
+    return owner.member_id
+
+
+def test_an_id_made_for_one_start_takes_the_folder_of_another_such(tmp_path: Path) -> None:
+    """`kvass store` without `--id`: its process may be over, or ending."""
+    disk, name = take(tmp_path, "store-host-7")
+    ended_owner(tmp_path / name, "store-host-{pid}")
     threading.Timer(0.5, disk.close).start()
     with taken(tmp_path, "store-host-8") as again:
+        assert again == name
+    ended_owner(tmp_path / name, "store-host-{pid}")
+    with taken(tmp_path, "store-host-9") as again:
         assert again == name
 
 

@@ -12,10 +12,8 @@ import msgspec
 import pytest
 
 from flash_model import SMALL, header_of, key_of, open_log, payload_of
-from kvass.common.clock import ManualClock
-from kvass.common.executor import InlineExecutor
+from inline import InlineExecutor, ManualClock
 from kvass.kvstore.flash.disk import PAGE, Disk
-from kvass.kvstore.flash.memory_disk import MemoryDisk
 from kvass.kvstore.flash.records import DropOrder
 from kvass.kvstore.index.index import Index, Limits
 from kvass.kvstore.index.puts import PutOrder
@@ -23,6 +21,7 @@ from kvass.kvstore.node.slab import Slab
 from kvass.kvstore.node.state import NodeState
 from kvass.kvstore.node.tiers import rises
 from kvass.kvstore.node.tiers.flash_tier import ASIDE_S, FlashTier
+from memory_disk import MemoryDisk
 
 pytestmark = pytest.mark.anyio
 SLAB_BYTES = 64 << 10

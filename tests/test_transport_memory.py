@@ -17,8 +17,8 @@ from kvass.common.errors import DeadlineExceeded, Invalid, TransferFailed, Unava
 from kvass.common.transport.endpoints import Endpoints
 from kvass.common.transport.identity import Identity
 from kvass.common.transport.loans import BOUND_S
-from kvass.common.transport.memory import Attempt, Fabric, Fault, Outcome, region_of
 from kvass.common.transport.seam import Copies, Loan
+from memory_transport import Attempt, Fabric, Fault, Outcome, region_of
 from transport_peer import Bytes, address_of, whole
 
 SIZE = 64 << 10

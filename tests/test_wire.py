@@ -25,7 +25,7 @@ EXAMPLES: list[wire.Message] = [
     ),
     wire.PrefillOver(request_id="r"),
     wire.Forget(keys=(b"k" * 32,)),
-    wire.PrefillProgress(visible_blocks=3, computed=((0, 48),), missing=((1, 2),), done=True),
+    wire.PrefillProgress(computed=((0, 48),), missing=((1, 2),), done=True),
     wire.Delta(token_ids=(1,), text="né", finish_reason="stop", computed=((16, 20),)),
     wire.Done(),
 ]
@@ -48,9 +48,9 @@ def test_truncation_at_every_length_is_invalid(message: wire.Message) -> None:
             wire.unpack(packed[:size])
 
 
-def test_golden_bytes_of_version_2() -> None:
+def test_golden_bytes_of_version_4() -> None:
     # A change here is a change of the protocol: give it a new version.
-    assert wire.PROTOCOL_VERSION == 3
+    assert wire.PROTOCOL_VERSION == 4
     assert wire.pack(wire.PrefillOver(request_id="r-1")).hex() == (
         "82a174ac70726566696c6c5f6f766572aa726571756573745f6964a3722d31"
     )
@@ -102,7 +102,7 @@ def generate(**sampling: object) -> dict[str, object]:
         (generate(choice=-1), "choice"),
         (generate(repetition_penalty=1e-40), "repetition_penalty"),
         (generate(logit_bias={"1": 1e30}), "logit_bias"),
-        (generate() | {"public_blocks": -3}, "public_blocks"),
+        (generate() | {"prompt_length": -3}, "prompt_length"),
         (generate() | {"salt": b"s" * 65}, "salt"),
         (generate() | {"deadline_s": float("nan")}, "deadline_s"),
     ],

@@ -12,13 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 
 from kvass.common import cpus, keys
 from kvass.common.block import BlockLayout
 from kvass.common.config import Config, WorkerConfig
-from kvass.common.errors import Invalid
 from kvass.common.kernels.paged import paged_kv
 from kvass.common.keys import Namespace
 from kvass.common.model import identity, known_answer
@@ -32,6 +30,7 @@ from kvass.common.model.runner import Rows, Runner, uses
 from kvass.common.model.spec import ModelSpec, load_spec
 from kvass.common.pool.memory import SlotMemory
 from kvass.common.pool.pool import BlockPool
+from kvass.common.pool.size import pool_slots
 
 _log = logging.getLogger(__name__)
 
@@ -57,26 +56,6 @@ class Engine:
     deterministic_reason: str
     tokens_per_s: float
     took_s: Mapping[str, float]
-
-
-def pool_slots(layout: BlockLayout, worker: WorkerConfig, role: str, max_model_len: int) -> int:
-    """Return how many blocks the pool holds; raises Invalid if the longest request does not fit.
-
-    One slot more than the longest request needs keeps it running when it is alone.
-    """
-    need = -(-max_model_len // layout.block_tokens) + 1
-    if worker.pool_blocks:
-        slots, source = worker.pool_blocks, f"{role}.pool_blocks"
-    else:
-        share = worker.pool_share * psutil.virtual_memory().total
-        slots, source = int(share // layout.block_size), f"{role}.pool_share {worker.pool_share:g}"
-    if slots < need:
-        raise Invalid(
-            f"{source} gives a pool of {slots} blocks ({slots * layout.block_tokens} tokens), but "
-            f"one request of max_model_len {max_model_len} needs {need}: lower "
-            "cluster.max_model_len or raise the pool"
-        )
-    return slots
 
 
 def open_engine(config: Config, worker: WorkerConfig, role: str) -> Engine:

@@ -1,1 +1,1 @@
-"""Bytes between the memories of two processes: one seam, its transports, the simulation's."""
+"""Bytes between the memories of two processes: one seam and its transports."""

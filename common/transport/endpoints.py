@@ -4,7 +4,7 @@
     else:                             lend from `landing`, the peer does `writer.write`
 
 Only this module decides that; its users hold an `Endpoints` and never name a library. The
-simulation makes the same object (memory.py).
+simulation makes the same object.
 """
 
 from __future__ import annotations

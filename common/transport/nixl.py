@@ -3,11 +3,10 @@ production, and they do it late: NIXL takes 0.2 s to load, and the gateway never
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 
+from kvass.common.addresses import require_interface
 from kvass.common.config import TransportConfig
-from kvass.common.errors import Invalid
 from kvass.common.transport.endpoints import Endpoints
 from kvass.common.transport.identity import Identity
 from kvass.common.transport.landing import TcpLanding
@@ -25,7 +24,7 @@ async def open_endpoints(
     No socket is opened before the first TCP transfer. `close` the result before the memory goes.
     Raises Invalid when this host does not have the interface.
     """
-    check_interface(config.interface)
+    require_interface(config.interface)
     reader = None if config.kind == "tcp" else LocalTransport(identity, regions)
     mover = Mover()
     writer = TcpTransport(mover, identity, regions, interface=config.interface)
@@ -37,11 +36,3 @@ async def open_endpoints(
         mover.close()
 
     return Endpoints(identity, config.kind, reader, writer, landing, close)
-
-
-def check_interface(interface: str) -> None:
-    """Refuse an interface that this host lacks: UCX would say so at the first transfer, to nobody
-    who waits, and every transfer would fail."""
-    names = [name for _, name in socket.if_nameindex()]
-    if interface not in names:
-        raise Invalid(f"transport.interface is {interface!r}; this host has {', '.join(names)}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -44,7 +45,6 @@ from kvass.launch.options import (
     Settings,
     SlabBytes,
     Standalone,
-    Supervised,
     Url,
 )
 from kvass.launch.role import run_role
@@ -101,12 +101,10 @@ def _overrides(settings: list[str] | None, **options: object) -> list[str]:
     return [*texts, *(settings or ())]
 
 
-def _run_member(
-    role: Role, member_id: str | None, file: Path | None, overrides: list[str], supervised: bool
-) -> None:
+def _run_member(role: Role, member_id: str | None, file: Path | None, overrides: list[str]) -> None:
     config = configuration.load(file, overrides)
     name = member_id or f"{role}-{socket.gethostname().split('.')[0]}-{os.getpid()}"
-    sys.exit(run_role(role, config, name, supervised=supervised))
+    sys.exit(run_role(role, config, name))
 
 
 @app.command()
@@ -165,7 +163,6 @@ def gateway(
     member_id: MemberId = None,
     config: ConfigFile = None,
     settings: Settings = None,
-    supervised: Supervised = False,
 ) -> None:
     """Run a gateway: the OpenAI-compatible HTTP API in front of the workers."""
     overrides = _overrides(
@@ -178,7 +175,7 @@ def gateway(
         gateway__host=host,
         gateway__port=port,
     )
-    _run_member("gateway", member_id, config, overrides, supervised)
+    _run_member("gateway", member_id, config, overrides)
 
 
 @app.command()
@@ -193,7 +190,6 @@ def prefill(
     member_id: MemberId = None,
     config: ConfigFile = None,
     settings: Settings = None,
-    supervised: Supervised = False,
 ) -> None:
     """Run a prefill worker: it computes prompts' KV and puts it into the store."""
     overrides = _overrides(
@@ -206,7 +202,7 @@ def prefill(
         prefill__chunk_tokens=chunk_tokens,
         host=host,
     )
-    _run_member("prefill", member_id, config, overrides, supervised)
+    _run_member("prefill", member_id, config, overrides)
 
 
 @app.command()
@@ -221,7 +217,6 @@ def decode(
     member_id: MemberId = None,
     config: ConfigFile = None,
     settings: Settings = None,
-    supervised: Supervised = False,
 ) -> None:
     """Run a decode worker: it takes prompts' KV from the store and generates tokens."""
     overrides = _overrides(
@@ -234,7 +229,7 @@ def decode(
         decode__chunk_tokens=chunk_tokens,
         host=host,
     )
-    _run_member("decode", member_id, config, overrides, supervised)
+    _run_member("decode", member_id, config, overrides)
 
 
 @app.command()
@@ -247,7 +242,6 @@ def store(
     member_id: MemberId = None,
     config: ConfigFile = None,
     settings: Settings = None,
-    supervised: Supervised = False,
 ) -> None:
     """Run a store node: memory for KV blocks of any model, or for anybody's tensors."""
     overrides = _overrides(
@@ -258,7 +252,7 @@ def store(
         store__standalone=standalone,
         host=host,
     )
-    _run_member("store", member_id, config, overrides, supervised)
+    _run_member("store", member_id, config, overrides)
 
 
 @app.command()
@@ -287,9 +281,11 @@ def status(
     settings: Settings = None,
 ) -> None:
     """Show the members of a running cluster, as its gateway sees them."""
-    asked = url or f"127.0.0.1:{port or Config().gateway.port}"
+    if node and url:
+        raise Invalid("status: give --node, which asks no gateway, or --url, not both")
+    loaded = configuration.load(config, _overrides(settings))
+    asked = url or f"127.0.0.1:{port or loaded.gateway.port}"
     if store or node:
-        loaded = configuration.load(config, _overrides(settings))
         sys.exit(show_store(asked, node or [], loaded, Console(), as_json=as_json))
     sys.exit(show_status(asked, Console(), as_json=as_json))
 
@@ -349,16 +345,29 @@ def drop(
     writer: Annotated[
         str | None, typer.Option(metavar="MEMBER", help="What this worker has written.")
     ] = None,
+    pools: Annotated[
+        bool,
+        typer.Option(
+            "--pools",
+            help="Empty workers' pools also where no store node had anything of the name.",
+        ),
+    ] = False,
     url: Url = None,
     port: Port = None,
     config: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
-    """Erase stored blocks that match all that is given, on every node; it cannot be undone."""
+    """Erase stored blocks that match all that is given, on every node; it cannot be undone.
+
+    Workers' pools cannot tell whose a block is: they are emptied of all that no request uses,
+    unless no node had anything of the name. Exits with 0 when all is erased, and with 1 when
+    nothing had the name, or when somebody could not be told.
+    """
     which = chosen(tenant, namespace, writer)
     loaded = configuration.load(config, _overrides(settings))
     asked = url or f"127.0.0.1:{port or loaded.gateway.port}"
-    sys.exit(anyio.run(drop_blocks, loaded, asked, which, Console()))
+    erase = partial(drop_blocks, loaded, asked, which, Console(), pools=pools)
+    sys.exit(anyio.run(erase))
 
 
 def main() -> None:

@@ -1,4 +1,9 @@
-"""`kvass drop`: erase stored blocks of a tenant, a model's namespace or a writer, everywhere."""
+"""`kvass drop`: erase stored blocks of a tenant, a model's namespace or a writer, everywhere.
+
+Store nodes know whose a block is, also on flash and in a bucket; workers' pools don't, and can only
+be emptied whole. So they are left alone where every node says that it had nothing of the name: it
+may be mistyped. What only a pool still holds is erased by `pools`.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +49,12 @@ def chosen(tenant: str | None, namespace: str | None, writer: str | None) -> Cho
     return Chosen(tenant, None if space is None else Namespace(space), writer)
 
 
-async def drop(config: Config, url: str, which: Chosen, console: Console) -> int:
+async def drop(
+    config: Config, url: str, which: Chosen, console: Console, *, pools: bool = False
+) -> int:
     """Erase in the store, empty the workers' unused pools, and erase what those had put meanwhile;
-    return the exit code: 0 when all have done it."""
+    return the exit code: 0 when all have done it, 1 also when no node had anything of the name and
+    `pools` is not set."""
     cluster = cluster_at(url, console)
     if cluster is None:
         return 1
@@ -68,9 +76,14 @@ async def drop(config: Config, url: str, which: Chosen, console: Console) -> int
                 failures.append(error)
 
         await done(_erase(store, which))
-        for worker in workers:
-            await done(_forget(dialer, worker))
-        await done(_erase(store, which))
+        # A node that could not be told may have what the others have not.
+        if blocks or failures or pools or len(nodes) < len(stores):
+            for worker in workers:
+                await done(_forget(dialer, worker))
+            await done(_erase(store, which))
+        else:
+            console.print(_nothing(which, len(nodes), len(workers)), style="red", markup=False)
+            return 1
         for lost in (m["id"] for m in stores if m["state"] == "lost"):
             others = "the other nodes tell it when it is back, before it serves from its disk"
             what = others if nodes else "drop again when it is back or gone"
@@ -81,13 +94,26 @@ async def drop(config: Config, url: str, which: Chosen, console: Console) -> int
             console.print(f"Not all is erased: {failures[-1]}. Try again.", style="red")
             code = 1
         else:
-            none = " Nothing matched: is the name right?" * (not blocks)
             console.print(
-                f"Store: {counted(blocks, 'block')} erased on {counted(len(nodes), 'node')}.{none} "
+                f"Store: {counted(blocks, 'block')} erased on {counted(len(nodes), 'node')}. "
                 f"Workers: the pools of {len(workers)} were emptied of all that no request uses, "
                 "of every tenant. Requests under way may store their blocks again."
             )
     return code
+
+
+def _nothing(which: Chosen, nodes: int, workers: int) -> str:
+    names = {
+        "tenant": which.tenant,
+        "namespace": which.namespace and which.namespace.hex(),
+        "writer": which.writer,
+    }
+    named = " and ".join(f"{what} {name!r}" for what, name in names.items() if name is not None)
+    return (
+        f"Nothing of {named} is on {counted(nodes, 'store node')}: nothing was erased. Is the name "
+        f"right? The pools of {counted(workers, 'worker')} were left as they are: they cannot tell "
+        "whose a block is. If the name is right, --pools empties them."
+    )
 
 
 def counted(count: int, what: str) -> str:

@@ -1,7 +1,7 @@
 """A member of `kvass up`: one role in this process, its settings given as `--config` and `--set`.
 
-It does what `kvass ROLE --supervised` does, without the program's other commands, which take 0.15 s
-of a core to load: several members start at once, on few cores.
+It does what `kvass ROLE` does, ends with its supervisor, and is without the program's other
+commands, which take 0.15 s of a core to load: several members start at once, on few cores.
 """
 
 from __future__ import annotations

@@ -122,8 +122,8 @@ Standalone = Annotated[
     bool | None,
     typer.Option(
         "--standalone",
-        help="Run by itself: no broker and no other members. Clients name its address; copies on "
-        "other nodes (store.replicas) need a broker.",
+        help="Run by itself: no broker and no other members. Clients name its address. --broker "
+        "and copies on other nodes (store.replicas) are refused beside it.",
         rich_help_panel=_PLACE,
     ),
 ]
@@ -184,4 +184,3 @@ Url = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-Supervised = Annotated[bool, typer.Option("--supervised", hidden=True)]

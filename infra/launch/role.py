@@ -69,8 +69,11 @@ def with_model(config: Config, *, progress: bool) -> Config:
     return replace(config, cluster=cluster)
 
 
-def run_role(role: Role, config: Config, member_id: str, *, supervised: bool) -> int:
-    """Serve a role until SIGTERM or SIGINT; return the process's exit code."""
+def run_role(role: Role, config: Config, member_id: str, *, supervised: bool = False) -> int:
+    """Serve a role until SIGTERM or SIGINT; return the process's exit code.
+
+    `supervised`: by `kvass up`, which reads READY_MARK, and whose end is this process's.
+    """
     configure_logging()
     _allow_descriptors()
     if supervised:

@@ -26,12 +26,11 @@ import anyio.abc
 import httpx
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from kvass.common.addresses import require_own
 from kvass.common.bus import host_and_port
 from kvass.common.config import Config
 from kvass.common.errors import KvassError, Unavailable
 from kvass.common.membership import Role
-from kvass.common.rpc.credentials import credentials_of
+from kvass.launch.beforehand import require_places, require_roles
 from kvass.launch.broker import run_broker
 from kvass.launch.output import Output
 from kvass.launch.role import READY_MARK, with_model
@@ -88,12 +87,11 @@ async def run_up(config: Config, counts: Counts, arguments: Sequence[str]) -> in
 
     `arguments` are passed to every member: the settings that this process was started with.
     """
-    require_own(config.gateway.host, config.gateway.port, section="gateway.")
-    require_own(config.host)
-    credentials_of(config.cluster)  # what is wrong with them is said once, before any member starts
+    require_places(config)
     started_s = time.monotonic()
     with Output(sys.stdout) as output:
         config = with_model(config, progress=True)
+        require_roles(config, {role for role, _ in counts.member_ids()})
         supervisor = _Supervisor(config, output, arguments, started_s)
         return await supervisor.run(counts)
 

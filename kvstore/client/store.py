@@ -94,14 +94,25 @@ class StoreClient:
     # --- where blocks are ---
 
     async def lookup(
-        self, chain: Chain, ranges: Iterable[Range], *, deadline_s: float, stage_s: float = 0.0
+        self,
+        chain: Chain,
+        ranges: Iterable[Range],
+        *,
+        deadline_s: float,
+        stage_s: float = 0.0,
+        again: bool = False,
     ) -> list[Range]:
         """Return which of these blocks are in the store now. Protects nothing. With `stage_s`, the
-        time in which they will be pulled, those that are below memory are brought up meanwhile."""
+        time in which they will be pulled, those that are below memory are brought up meanwhile.
+        Each is counted once, by the first node; `again`: it was, for the same request."""
+        wanted = _flat(ranges)
+        counted = set(wanted) if again else set[int]()
 
         async def ask(link: NodeLink, indices: list[int], left_s: float) -> set[int]:
             spans = tuple(m.spans_of(chain, ranges_of(indices)))
-            reply = await link.call(m.Lookup(spans=spans), deadline_s=left_s)
+            request = m.Lookup(spans=spans, again=not counted.isdisjoint(indices))
+            reply = await link.call(request, deadline_s=left_s)
+            counted.update(indices)
             (visible,) = link.told(indices, reply.visible)
             flash, bucket = link.told(indices, reply.on_flash, reply.in_bucket)
             below = ranges_of(sorted(flash | bucket))
@@ -111,15 +122,8 @@ class StoreClient:
                 self._router.tell_later(link, m.Stage(spans=spans, deadline_s=stage_s))
             return visible
 
-        found = await self._router.everywhere(chain, _flat(ranges), ask, deadline_s)
+        found = await self._router.everywhere(chain, wanted, ask, deadline_s)
         return ranges_of(sorted(found))
-
-    def stage(self, chain: Chain, ranges: Iterable[Range], *, deadline_s: float) -> None:
-        """Let these blocks be brought into memory from below it, for a pull that comes within
-        `deadline_s`: a hint that nobody waits for, and that does not always help."""
-        for link, indices in self._router.plan(chain, _flat(ranges), set()).items():
-            spans = tuple(m.spans_of(chain, ranges_of(indices)))
-            self._router.tell_later(link, m.Stage(spans=spans, deadline_s=deadline_s))
 
     async def wait(
         self, chain: Chain, ranges: Iterable[Range], *, until: m.Until, deadline_s: float

@@ -1,6 +1,6 @@
 """A store node's second tier: a log of fixed-size segment files on a local disk.
 
-    records   what a byte on the disk means       disk, memory_disk   where the bytes are
+    records   what a byte on the disk means       disk                where the bytes are
     files     how many there are, which goes      folder              made, locked, made again
     table     which key is where, in memory       segment, appender   one file; how it is written
     background  the files before and after that one

@@ -18,18 +18,6 @@ BUFFER_BYTES = 4 << 20
 DEPTH = 4  # writes in flight: one alone leaves the disk idle between two
 
 
-class InlineFutures(Executor):
-    """Runs what it is given at once: for tests and the simulation."""
-
-    def submit(self, function, /, *args, **kwargs):  # type: ignore[no-untyped-def]
-        done: Future[object] = Future()
-        try:
-            done.set_result(function(*args, **kwargs))
-        except Exception as error:  # told where the result is asked for, as by a thread
-            done.set_exception(error)
-        return done
-
-
 class Appender:
     """Mutable fields: `position` (where the next byte goes), `written` (all before is in
     the file), `unsynced` (bytes in the file, or on

@@ -4,10 +4,12 @@ same.
     its own of an earlier life ─held─> waited for: a process that was killed holds it for a moment
             │ free                         │ still held
             v                              v
-          taken            one that nobody wrote his name into, any free one, a new one
+          taken         one that is nobody's, one of a start that is over, a new one
 
-Who has a folder writes his name into its lock file. A node whose id is new with each start has none
-of its own: it waits for a folder whose process is ending, then takes whichever is free. No two
+Who has a folder writes his name into its lock file, and it is left to him: whoever comes first may
+be new, and the others have not come yet. An id with its process's in it was made for one start and
+does not come back: such a node has no folder of its own, it waits for one whose process is ending,
+then takes whichever is free. Only where there can be no more folders, any free one is taken. No two
 processes ever have one folder: the lock is the system's.
 """
 
@@ -16,7 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvass.common.errors import Unavailable
@@ -47,6 +49,13 @@ class Owner:
     def text(self) -> str:
         return f"{self.member_id} {self.host_id} {self.pid} {self.ticks}\n"
 
+    @property
+    def comes_back(self) -> bool:
+        """Whether another start may have this id: it was given, and not made of role, host and
+        process."""
+        made = self.member_id.count("-") >= 2 and self.member_id.endswith(f"-{self.pid}")
+        return bool(self.member_id) and not made
+
     def is_ending(self, host_id: str) -> bool:
         """Whether its process is over, or about to be, as far as that can be seen from here."""
         return self.host_id == host_id and not _runs(self.pid, self.ticks)
@@ -67,7 +76,8 @@ def own_folder(
     folders = [root / f"node-{number}" for number in range(FOLDERS_MAX)]
     owners = {folder: _owner_of(folder) for folder in folders if folder.is_dir()}
     own = [folder for folder, owner in owners.items() if owner.member_id == member_id]
-    ending = [folder for folder, owner in owners.items() if owner.is_ending(identity.host_id)]
+    left = {folder: owner for folder, owner in owners.items() if not owner.comes_back}
+    ending = [folder for folder, owner in left.items() if owner.is_ending(identity.host_id)]
     me = Owner(member_id, identity.host_id, identity.pid, start_ticks(identity.pid) or 0)
     ends_s = time.monotonic() + wait_s
     for folder in own or ending:
@@ -79,6 +89,8 @@ def own_folder(
             "a second node run under this id?",
             folder, owners[folder].member_id or "nobody",
         )  # fmt: skip
+    if own:  # the other one's is where this id's blocks are, and is to be found again
+        me = replace(me, member_id="")
     free = sorted((f for f in folders if f not in own), key=lambda f: _liking(owners.get(f)))
     for folder in free:
         disk = _taken(folder, 0.0, sleep)
@@ -89,8 +101,11 @@ def own_folder(
 
 
 def _liking(owner: Owner | None) -> int:
-    """Order folders: first those that nobody wrote his name into, last those that are not there."""
-    return 2 if owner is None else int(bool(owner.member_id))
+    """Order folders: first those that nobody wrote his name into, then those of starts that are
+    over, those that are not there, and last those that are somebody else's."""
+    if owner is None:
+        return 2
+    return 3 if owner.comes_back else int(bool(owner.member_id))
 
 
 def _was(owner: Owner) -> str:

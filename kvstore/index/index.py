@@ -97,13 +97,15 @@ class Index:
 
     # --- probes ---
 
-    def lookup(self, keys: Sequence[bytes], now_s: float) -> list[bool]:
-        """Say which blocks of a chain are readable. Protects nothing; makes its chain young."""
+    def lookup(self, keys: Sequence[bytes], now_s: float, *, again: bool = False) -> list[bool]:
+        """Say which blocks of a chain are readable. Protects nothing; makes its chain young. Those
+        that are looked up `again` were counted before, as hits or misses."""
         self.expire(now_s)
         found = [self.ledger.visible(key) is not None for key in keys]
         self.ledger.touch([key for key, here in zip(keys, found, strict=True) if here])
-        self.hits += sum(found)
-        self.misses += len(found) - sum(found)
+        if not again:
+            self.hits += sum(found)
+            self.misses += len(found) - sum(found)
         return found
 
     def status(self, keys: Iterable[bytes], now_s: float) -> tuple[list[bytes], list[bytes]]:

@@ -251,9 +251,9 @@ class Node:
         return m.Attached(card=self._state.endpoints.card(), put_way=way)
 
     def _lookup(self, call: Call) -> m.Blocks:
-        spans = request_of(call, m.Lookup).spans
-        keys = m.named(spans)
-        found = self._state.index.lookup(list(keys.values()), self._state.now_s())
+        request = request_of(call, m.Lookup)
+        keys = m.named(request.spans)
+        found = self._state.index.lookup([*keys.values()], self._state.now_s(), again=request.again)
         self._state.notify()
         call.after(self._state.index.catch_up)
         here = {i for i, is_here in zip(keys, found, strict=True) if is_here}
@@ -261,13 +261,12 @@ class Node:
         flash, bucket = self._found_below([key for i, key in keys.items() if i not in here])
         on_flash = {i for i, key in keys.items() if key in flash}
         in_bucket = {i for i, key in keys.items() if key in bucket}
-        if self._tiers is not None:
-            self._tiers.counts["hits"] += len(on_flash)
-        if self._bucket is not None:
-            self._bucket.counts["hits"] += len(in_bucket)
+        for tier, below in ((self._tiers, on_flash), (self._bucket, in_bucket)):
+            if tier is not None and not request.again:
+                tier.counts["hits"] += len(below)
         return m.Blocks(
             visible=ranges(here | on_flash | in_bucket),
-            hot=self._hot(spans),
+            hot=self._hot(request.spans),
             on_flash=ranges(on_flash),
             in_bucket=ranges(in_bucket),
         )
@@ -329,10 +328,9 @@ class Node:
     def _claim(self, call: Call) -> m.Claimed:
         request = request_of(call, m.Claim)
         keys = m.named(request.spans)
-        now_s = self._state.now_s()
         below = self._below([k for k in keys.values() if k not in self._state.index.ledger.entries])
         asked = {index: key for index, key in keys.items() if key not in below}
-        verdicts = self._state.index.claim(request.owner, list(asked.values()), now_s)
+        verdicts = self._state.index.claim(request.owner, list(asked.values()), self._state.now_s())
         self._state.notify()
         answers = dict.fromkeys(keys, _VISIBLE) | dict(zip(asked, verdicts, strict=True))
         return m.Claimed(
@@ -342,8 +340,8 @@ class Node:
         )
 
     def _release_claims(self, call: Call) -> Done:
-        owner = request_of(call, m.ReleaseClaims).owner
-        self._state.index.release_claims(owner, self._state.now_s())
+        request = request_of(call, m.ReleaseClaims)
+        self._state.index.release_claims(request.owner, self._state.now_s())
         self._state.notify()
         return Done()
 
@@ -376,8 +374,8 @@ class Node:
         request = request_of(call, m.Pin)
         keys = m.named(request.spans)
         now_s = self._state.now_s()
-        ends_s = now_s + request.duration_s
-        pinned = self._state.index.pin(request.owner, list(keys.values()), ends_s, now_s)
+        ends_s, wanted = now_s + request.duration_s, list(keys.values())
+        pinned = self._state.index.pin(request.owner, wanted, ends_s, now_s)
         self._state.notify()
         return m.Blocks(visible=ranges(i for i, done in zip(keys, pinned, strict=True) if done))
 
@@ -387,9 +385,9 @@ class Node:
         return Done()
 
     def _stats(self, call: Call) -> m.StatsReply:
-        counts = self.counts()
+        reply = m.StatsReply(counts=self.counts(), tenants=tuple(self.tenants()))
         self._state.notify()
-        return m.StatsReply(counts=counts, tenants=tuple(self.tenants()))
+        return reply
 
     def _drain(self, call: Call) -> Done:
         match request_of(call, m.Drain).how:

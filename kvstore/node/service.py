@@ -44,6 +44,7 @@ from kvass.kvstore.node.copies.leaving import Phase
 from kvass.kvstore.node.node import Node
 from kvass.kvstore.node.observe import Observer
 from kvass.kvstore.node.slab import Slab
+from kvass.kvstore.objects.extra import require_client
 from kvass.kvstore.placement import StoreNode, nodes_of
 from kvass.kvstore.router import Router
 
@@ -214,15 +215,9 @@ def _open_bucket(config: Config, node: Node, stack: ExitStack) -> None:
     address = config.store.bucket
     if not address:
         return
-    try:  # here, since it is an extra
-        from kvass.kvstore.objects.s3 import S3Bucket
-    except ModuleNotFoundError as error:
-        if error.name != "obstore":
-            raise
-        raise Invalid(
-            f"store.bucket is {address!r}, which takes a package that is not installed: "
-            "pip install -c constraints.txt -e '.[objects]', in Kvass's folder"
-        ) from None
+    require_client(address)
+    from kvass.kvstore.objects.s3 import S3Bucket  # here, since its package is an extra
+
     executor = ThreadExecutor("kvass-bucket", COPY_THREADS)
     stack.callback(executor.close)
     _log.info("bucket: %s, up to %d bytes", address, config.store.bucket_bytes)

@@ -119,7 +119,7 @@ class Crew:
         place = ("--port", str(port)) if role == "gateway" else ()
         command = (
             *(sys.executable, str(HERE / program), str(port)),
-            *(role, "--id", member_id, "--supervised", "--broker", self.address),
+            *(role, "--id", member_id, "--broker", self.address),
             *(*place, *self.settings, *arguments),
         )
         seat = self.seats[member_id] = Seat(member_id, port, command)

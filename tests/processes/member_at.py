@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from kvass.common.rpc import server
-from kvass.launch import cli
+from supervised import supervised_main
 
 if __name__ == "__main__":
     port, listen = int(sys.argv.pop(1)), server.listen
@@ -19,4 +19,4 @@ if __name__ == "__main__":
 
     # Before any role is imported, so that all of them take this one.
     setattr(server, "listen", listen_there)  # noqa: B010
-    cli.main()
+    supervised_main()

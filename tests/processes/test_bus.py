@@ -252,7 +252,7 @@ async def test_garbage_is_refused_counted_and_changes_nothing(broker: str) -> No
             await watcher._bus.publish(topic, sealed)
         refused = watcher._metrics.messages_refused
         await until(lambda: refused._value.get() >= 4, within_s=2)
-        assert [each.peer.role for each in watcher.listing()] == ["gateway"]
+        assert [each.peer.role for each in watcher.table.entries()] == ["gateway"]
 
 
 async def test_metrics_are_served_on_loopback(broker: str) -> None:

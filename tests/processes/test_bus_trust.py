@@ -38,7 +38,7 @@ async def test_a_member_with_another_secret_cannot_join_and_says_why(
                 "from KVASS_CLUSTER_SECRET: give every",
             ):
                 assert words in str(said["message"])
-        assert [each.peer.member_id for each in there.listing()] == ["d"]
+        assert [each.peer.member_id for each in there.table.entries()] == ["d"]
 
 
 @pytest.mark.fault(number=45)

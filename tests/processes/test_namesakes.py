@@ -1,4 +1,4 @@
-"""Two store nodes under one id: who comes later is refused, unless the first one has stopped."""
+"""Two members under one id: who comes later is refused, unless the first one is dead or stopped."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from pathlib import Path
 import anyio
 import pytest
 
-from bus_stage import free_broker, live, member, until
+from bus_stage import free_broker, live, member, started, until
 from crew import crew
 from kvass.common import namesakes
+from kvass.common.bus import KEEPALIVE_S
 from kvass.common.errors import Invalid
 from kvass.common.event_loop import BACKEND, BACKEND_OPTIONS
+from kvass.common.member import JOIN_CHECK_S
+from kvass.common.membership import ROLES, Role
 from kvass.launch.broker import run_broker
 
 pytestmark = [pytest.mark.anyio, pytest.mark.process]
@@ -24,40 +27,71 @@ def anyio_backend() -> tuple[str, dict[str, object]]:
     return BACKEND, dict(BACKEND_OPTIONS)
 
 
-async def test_a_second_one_is_refused_as_long_as_the_first_lives() -> None:
+@pytest.mark.parametrize("role", ROLES)
+async def test_a_second_one_is_refused_as_long_as_the_first_lives(role: Role) -> None:
     broker = free_broker()
-    async with run_broker(broker), member(broker, "store", "node-1", {}) as first:
+    async with run_broker(broker), member(broker, role, "one", {}) as first:
         await namesakes.refuse(first)
         await first.announce("127.0.0.1:7")
-        async with member(broker, "store", "node-2", {}) as other:
+        async with member(broker, role, "two", {}) as other:
             await namesakes.refuse(other)
-        async with member(broker, "store", "node-1", {}) as second:
-            expected = f"store node-1 runs already: pid {os.getpid()} on this host, at 127.0.0.1:7"
+        async with member(broker, role, "one", {}) as second:
+            expected = f"{role} one runs already: pid {os.getpid()} on this host, at 127.0.0.1:7"
             with pytest.raises(Invalid, match=expected):
                 await namesakes.refuse(second)
         with anyio.move_on_after(1.0) as waited:
             await namesakes.watch(first)
         assert waited.cancelled_caught, "one that only tried takes nobody's place"
-    async with run_broker(broker), member(broker, "store", "node-1", {}) as third:
+    async with run_broker(broker), member(broker, role, "one", {}) as third:
         await namesakes.refuse(third)
 
 
-async def test_of_two_that_serve_the_older_one_leaves() -> None:
+@pytest.mark.parametrize("role", ROLES)
+async def test_one_that_was_killed_is_back_at_once(role: Role) -> None:
+    broker = free_broker()
+    async with run_broker(broker), started(broker, role, "one") as killed:
+        start_id = (await killed.next())["start_id"]
+        killed.process.kill()
+        async with member(broker, role, "one") as again:
+            # The broker sends the last will when the connection ends, before it misses anything.
+            await until(lambda: start_id not in again.table, within_s=KEEPALIVE_S)
+            with anyio.fail_after(JOIN_CHECK_S / 2):
+                await namesakes.refuse(again)
+
+
+@pytest.mark.parametrize("role", ROLES)
+async def test_of_two_that_serve_the_older_one_leaves(role: Role) -> None:
     """It was stopped while the other one came, or both came at once."""
     broker = free_broker()
     async with (
         run_broker(broker),
-        member(broker, "store", "node-1", {}) as first,
-        member(broker, "store", "node-1", {}) as second,
+        member(broker, role, "one", {}) as first,
+        member(broker, role, "one", {}) as second,
     ):
         await first.announce("127.0.0.1:7")
         await second.announce("127.0.0.1:8")
-        await live(first, "store", [second.hello.start_id], within_s=2)
+        await live(first, role, [second.hello.start_id], within_s=2)
         with anyio.fail_after(3), pytest.raises(Invalid, match=r"127\.0\.0\.1:8; this one leaves"):
             await namesakes.watch(first)
         with anyio.move_on_after(1.0) as waited:
             await namesakes.watch(second)
         assert waited.cancelled_caught, "and only that one"
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("member_id", ["prefill-0", "decode-0", "gateway-0"])
+async def test_members_started_twice_by_mistake(member_id: str) -> None:
+    role = member_id.partition("-")[0]
+    with crew("--set", "cluster.max_model_len=1024") as members:
+        first = members.add(member_id)
+        first.until_ready()
+        second = members.add(member_id)
+        assert second.wait() == 2
+        said = "".join(second.lines)
+        assert f"{role} {member_id} runs already: pid {first.process and first.process.pid}" in said
+        assert first.is_running
+        first.kill()
+        members.add(member_id).until_ready()
 
 
 async def test_nodes_started_twice_by_mistake(tmp_path: Path) -> None:

@@ -22,8 +22,7 @@ from kvass.common.config import TransportConfig
 from kvass.common.errors import KvassError
 from kvass.common.transport.endpoints import Endpoints
 from kvass.common.transport.identity import own_identity
-from kvass.common.transport.memory import region_of
-from kvass.common.transport.seam import Copies, EndpointCard, Loan
+from kvass.common.transport.seam import Copies, EndpointCard, Loan, Region
 
 BLOCK = 192_000
 Bytes = NDArray[np.uint8]
@@ -59,7 +58,7 @@ def address_of(array: Bytes) -> int:
 async def open_over(array: Bytes, config: TransportConfig) -> Endpoints:
     from kvass.common.transport.nixl import open_endpoints
 
-    return await open_endpoints(config, own_identity(), [region_of(array)])
+    return await open_endpoints(config, own_identity(), [Region(array.ctypes.data, array.nbytes)])
 
 
 def listening(pid: int) -> set[tuple[str, int]]:

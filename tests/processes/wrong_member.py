@@ -16,7 +16,7 @@ from kvass.common import worker
 from kvass.common.config import Config, WorkerConfig
 from kvass.common.model.engine import Engine, open_engine
 from kvass.common.model.runner import Rows, Runner
-from kvass.launch import cli
+from supervised import supervised_main
 
 LOW_BIT = 1  # of a code: far within what rounding can do
 
@@ -45,4 +45,4 @@ def open_wrong(config: Config, settings: WorkerConfig, role: str) -> Engine:
 if __name__ == "__main__":
     del sys.argv[1]
     setattr(worker, "open_engine", open_wrong)  # noqa: B010
-    cli.main()
+    supervised_main()

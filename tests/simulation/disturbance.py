@@ -14,9 +14,9 @@ import anyio
 
 from kvass.common.errors import KvassError
 from kvass.common.rpc.server import Answer, Call, Handler, answered
-from kvass.common.transport.memory import Attempt, Fault, Outcome
 from kvass.common.wire import Generate, Message, Prefill
 from kvass.kvstore import messages as m
+from memory_transport import Attempt, Fault, Outcome
 from record import Record
 from store_sim import Handlers
 from wires import Fate

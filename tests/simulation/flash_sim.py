@@ -8,10 +8,10 @@ from typing import TypeVar
 
 import anyio
 
-from kvass.kvstore.flash.appender import InlineFutures
+from inline import InlineFutures
 from kvass.kvstore.flash.disk import PAGE
 from kvass.kvstore.flash.log import FlashLog, LogSettings
-from kvass.kvstore.flash.memory_disk import MemoryDisk
+from memory_disk import MemoryDisk
 from store_sim import SimNode
 
 T = TypeVar("T")

@@ -15,9 +15,9 @@ from disturbance import Disturbance
 from flash_sim import give_flash, lose_power
 from kvass.common.membership import ROLES, Load, NodeTable, Peer, Role
 from kvass.kvstore.client.store import StoreClient
-from kvass.kvstore.flash.memory_disk import MemoryDisk
 from kvass.kvstore.placement import StoreNode
 from lives import Life, live
+from memory_disk import MemoryDisk
 from probe import NAME, Prober
 from record import Record
 from scenario import Member, Scenario

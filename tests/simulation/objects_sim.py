@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 import anyio
 
 from flash_sim import give_flash
+from inline import InlineExecutor
 from kvass.common.errors import Unavailable
-from kvass.common.executor import InlineExecutor
 from kvass.common.transport.route import Setting
-from kvass.kvstore.flash.memory_disk import MemoryDisk
 from kvass.kvstore.node.tiers.bucket_tier import BucketTier
 from kvass.kvstore.objects.shelf import Listed
+from memory_disk import MemoryDisk
 from store_sim import Cluster, SimNode, Worker, chain_of, push
 
 PAGE_OBJECTS = 3

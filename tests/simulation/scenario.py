@@ -162,7 +162,7 @@ def _worker(rng: random.Random, member_id: str, window: int, hosts: list[str]) -
     return Member(
         host=rng.choice(hosts),
         member_id=member_id,
-        # As `engine.pool_slots`: never less than the longest request and one slot more.
+        # As `pool_slots`: never less than the longest request and one slot more.
         size=window // BLOCK + 1 + rng.choice([0, 0, 0, 8, 48]),
         setting=rng.choice(["auto", "auto", "auto", "tcp"]),
         landing_bytes=rng.choice([1 << 15, 1 << 17]),

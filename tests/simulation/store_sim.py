@@ -1,6 +1,6 @@
 """A store cluster inside one event loop: real nodes, real clients, simulated wires and transports.
 
-Connections are pairs of byte streams in memory; bytes move through `common.transport.memory`. Runs
+Connections are pairs of byte streams in memory; bytes move through `memory_transport`. Runs
 on trio's mock clock, so a minute of deadlines takes no time. Everything a test breaks is a method
 here.
 """
@@ -18,15 +18,14 @@ import anyio.abc
 import numpy as np
 from numpy.typing import NDArray
 
+from inline import InlineExecutor
 from kvass.common.block import BlockLayout
 from kvass.common.clock import LoopClock
-from kvass.common.executor import InlineExecutor
 from kvass.common.keys import Chain, Namespace, Salt, ranges_of
 from kvass.common.metrics import BlockMetrics
 from kvass.common.rpc.hello import Hello
 from kvass.common.rpc.server import Handler, Server
 from kvass.common.transport.identity import Identity
-from kvass.common.transport.memory import Attempt, Fabric, Fault, Outcome, region_of
 from kvass.common.transport.route import Setting
 from kvass.common.transport.seam import Region
 from kvass.common.wire import Message, Tags
@@ -38,6 +37,7 @@ from kvass.kvstore.node.slab import Slab
 from kvass.kvstore.placement import StoreNode
 from kvass.kvstore.router import Router
 from kvass.kvstore.transfers import Transfers
+from memory_transport import Attempt, Fabric, Fault, Outcome, region_of
 from trust import CREDENTIALS
 from wires import SimDialer, Weather, Wire, calm
 

@@ -43,7 +43,7 @@ def store_examples(node: SimNode, worker: Worker) -> list[dict[str, Any]]:
     terms = ("put", spans, SPACE, "tenant", "writer", 4, size, 1, groups, 2.0, "job")
     messages: tuple[wire.Message, ...] = (
         m.Attach(endpoints.card()),
-        m.Lookup(there),
+        m.Lookup(there, again=True),
         m.Stage(there, 1.0),
         m.Claim("owner", spans),
         m.PutBegin(*terms, addresses),
@@ -116,7 +116,7 @@ def worker_examples(role: str) -> list[dict[str, Any]]:
     stop = wire.Stop(max_tokens=3, strings=("t1",), token_ids=(3,))
     sampling = wire.Sampling(temperature=0.5, top_k=2, logit_bias={1: 2.0})
     messages: tuple[wire.Message, ...] = (
-        wire.Prefill("job", tokens, "job", 2.0, salt=b"s" * 32, public_blocks=1, tenant="a"),
+        wire.Prefill("job", tokens, "job", 2.0, salt=b"s" * 32, tenant="a"),
         wire.Generate("r", tokens, len(tokens), sampling, stop, 2.0, hold_owner="job"),
         wire.Generate("r", tokens, 7, wire.Sampling(temperature=0), stop, 2.0, text_sent=1),
         wire.Generate("r", tokens, 9, sampling, stop, 2.0, prefill_pending=True),

@@ -17,10 +17,10 @@ from kvass.common.keys import Chain
 from kvass.kvstore.client import erase
 from kvass.kvstore.client.store import StoreClient
 from kvass.kvstore.erasure import KEPT_MAX
-from kvass.kvstore.flash.memory_disk import MemoryDisk
 from kvass.kvstore.index.erasures import MARK_S
 from kvass.kvstore.node.copies.exchange import OWED_S, PATIENCE_S, ROUND_S
 from kvass.kvstore.placement import Placement, StoreNode
+from memory_disk import MemoryDisk
 from store_sim import Cluster, SimNode, Worker, chain_of, pull, push
 from wires import Fate
 

@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry
 
 from kvass.common.transport.route import Setting
 from kvass.kvstore import messages as m
-from kvass.kvstore.flash.memory_disk import MemoryDisk
 from kvass.kvstore.node.observe import Observer
 from kvass.kvstore.node.tiers import bucket
+from memory_disk import MemoryDisk
 from objects_sim import (
     ALL,
     BLOCK_BYTES,

@@ -11,8 +11,8 @@ import pytest
 import trio.testing
 
 from kvass.common.errors import Unavailable
-from kvass.kvstore.flash.memory_disk import MemoryDisk
 from kvass.kvstore.node.tiers import bucket
+from memory_disk import MemoryDisk
 from objects_sim import BLOCK_BYTES, BLOCKS, MemoryObjects, start
 from store_sim import Cluster, Worker, chain_of, cluster, pull, push
 

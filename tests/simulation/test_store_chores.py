@@ -14,7 +14,6 @@ from flash_sim import give_flash
 from kvass.common.errors import Invalid
 from kvass.kvstore.flash.catalog import Catalog
 from kvass.kvstore.flash.log import FlashLog
-from kvass.kvstore.flash.memory_disk import MemoryDisk
 from kvass.kvstore.index.index import Index
 from kvass.kvstore.index.puts import PutOrder, Verdict
 from kvass.kvstore.node.calls.put_calls import PutCalls
@@ -22,6 +21,7 @@ from kvass.kvstore.node.copies.fills import Filler
 from kvass.kvstore.node.copies.handover import Handover
 from kvass.kvstore.node.scrub import Scrubber
 from kvass.kvstore.node.tiers.flash_tier import FlashTier
+from memory_disk import MemoryDisk
 from store_sim import Cluster, SimNode, Worker, chain_of, cluster, pull, push
 
 pytestmark = pytest.mark.anyio

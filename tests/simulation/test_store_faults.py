@@ -6,9 +6,9 @@ import anyio
 import pytest
 import trio.testing
 
-from kvass.common.transport.memory import Attempt, Fault
 from kvass.common.transport.route import Setting
 from kvass.kvstore import messages as m
+from memory_transport import Attempt, Fault
 from store_sim import LAYOUT, at_rest, chain_of, cluster, faults, pull, push
 
 pytestmark = pytest.mark.anyio

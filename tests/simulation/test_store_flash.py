@@ -12,7 +12,7 @@ from flash_sim import give_flash, lose_power
 from kvass.common.errors import Unavailable
 from kvass.common.transport.route import Setting
 from kvass.kvstore import messages as m
-from kvass.kvstore.flash.memory_disk import MemoryDisk
+from memory_disk import MemoryDisk
 from store_sim import SPACE, Cluster, SimNode, Worker, at_rest, chain_of, cluster, pull, push
 
 pytestmark = pytest.mark.anyio
@@ -68,7 +68,7 @@ async def test_a_working_set_larger_than_memory_is_served(way: Setting) -> None:
         assert counts["misses"] == 0
 
 
-@pytest.mark.parametrize("by", ["nobody", "stage", "lookup"])
+@pytest.mark.parametrize("by", ["nobody", "lookup"])
 async def test_what_is_staged_is_pulled_without_waiting_for_the_disk(by: str, way: Setting) -> None:
     async with cluster() as sim:
         disk = MemoryDisk()
@@ -82,8 +82,6 @@ async def test_what_is_staged_is_pulled_without_waiting_for_the_disk(by: str, wa
         stage_s = 1.0 if by == "lookup" else 0.0
         found = await worker.store.lookup(chain, ranges, deadline_s=1, stage_s=stage_s)
         assert found == ranges
-        if by == "stage":
-            worker.store.stage(chain, ranges, deadline_s=1.0)
         await anyio.sleep(0.7)
         begun_s = anyio.current_time()
         assert await pull(worker, chain, range(3)) == {0, 1, 2}

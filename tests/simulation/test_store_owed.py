@@ -11,9 +11,9 @@ from kvass.common.keys import Chain
 from kvass.kvstore import messages as m
 from kvass.kvstore.client import erase
 from kvass.kvstore.erasure import new_id
-from kvass.kvstore.flash.memory_disk import MemoryDisk
 from kvass.kvstore.index.erasures import MARK_S
 from kvass.kvstore.node.tiers import bucket
+from memory_disk import MemoryDisk
 from objects_sim import BLOCKS, CHAINS, MemoryObjects, fill, start, tier, until
 from store_sim import Worker, chain_of, cluster, pull, push
 from test_store_away import BLOCKS as AWAY_BLOCKS

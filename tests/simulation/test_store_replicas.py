@@ -8,10 +8,10 @@ import anyio
 import pytest
 import trio.testing
 
-from kvass.common.transport.memory import Attempt, Fault
 from kvass.common.transport.route import Setting
 from kvass.kvstore.node.copies import fills, handover, heat
 from kvass.kvstore.placement import Placement, StoreNode
+from memory_transport import Attempt, Fault
 from store_sim import LAYOUT, Cluster, at_rest, chain_of, cluster, pull, push
 
 pytestmark = pytest.mark.anyio

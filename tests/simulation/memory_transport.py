@@ -25,7 +25,6 @@ from kvass.common.errors import DeadlineExceeded, Invalid, TransferFailed, Unava
 from kvass.common.transport.copies import check, within
 from kvass.common.transport.endpoints import Endpoints
 from kvass.common.transport.identity import Identity
-from kvass.common.transport.memory_landing import MemoryLanding, memory_card
 from kvass.common.transport.route import Setting
 from kvass.common.transport.seam import (
     AttachRefused,
@@ -34,6 +33,7 @@ from kvass.common.transport.seam import (
     Region,
     TransportKind,
 )
+from memory_landing import MemoryLanding, memory_card
 
 Verb = Literal["read", "write"]
 # whole; failed: half the bytes, and an error; lost: half, and never an end; partial: half, and
