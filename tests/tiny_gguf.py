@@ -10,14 +10,23 @@ import numpy.typing as npt
 
 from kvass.common.kernels.gguf_blocks import SIZES
 
-LAYERS, HIDDEN, HEADS, KV_HEADS, INNER = 2, 256, 4, 2, 512
+HIDDEN, HEADS, KV_HEADS, INNER = 256, 4, 2, 512
 # Where fp16 numbers stand in a block.
-HALVES = {"Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q6_K": (208,)}
-# Mixed, as real files are: v and down often have more bits, norms all.
-KINDS = {
-    **{"attn_q": "Q4_K", "attn_k": "Q4_K", "attn_v": "Q6_K", "attn_output": "Q8_0"},
-    **{"ffn_gate": "Q4_0", "ffn_up": "Q4_1", "ffn_down": "Q6_K"},
+HALVES = {
+    **{"Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2)},
+    **{"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)},
 }
+# Mixed, as real files are, and by layer: v and down often have more bits, norms all.
+KINDS = (
+    {
+        **{"attn_q": "Q4_K", "attn_k": "Q4_K", "attn_v": "Q6_K", "attn_output": "Q8_0"},
+        **{"ffn_gate": "Q4_0", "ffn_up": "Q4_1", "ffn_down": "Q6_K"},
+    },
+    {
+        **{"attn_q": "Q5_0", "attn_k": "Q5_0", "attn_v": "Q8_0", "attn_output": "Q5_1"},
+        **{"ffn_gate": "Q5_K", "ffn_up": "Q5_K", "ffn_down": "Q4_K"},
+    },
+)
 
 
 def random_blocks(
@@ -40,12 +49,10 @@ def vocabulary() -> list[str]:
     return ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *map(chr, plain), *rest, "he"]
 
 
-def write_gguf(
-    path: Path, kinds: dict[str, str] = KINDS, *, without: str = "", head: bool = False
-) -> None:
+def write_gguf(path: Path, *, without: str = "", head: bool = False) -> None:
     """Write a whole file; `without` leaves a tensor out."""
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(LAYERS)
+    writer.add_block_count(len(KINDS))
     writer.add_context_length(512)
     writer.add_embedding_length(HIDDEN)
     writer.add_feed_forward_length(INNER)
@@ -73,7 +80,7 @@ def write_gguf(
     kv = HIDDEN // HEADS * KV_HEADS
     shapes = {"attn_k": (kv, HIDDEN), "attn_v": (kv, HIDDEN), "ffn_down": (HIDDEN, INNER)}
     shapes |= {"ffn_gate": (INNER, HIDDEN), "ffn_up": (INNER, HIDDEN)}
-    for layer in range(LAYERS):
+    for layer, kinds in enumerate(KINDS):
         for name, kind in kinds.items():
             add(f"blk.{layer}.{name}.weight", kind, *shapes.get(name, (HIDDEN, HIDDEN)))
         for name in ("attn_norm", "ffn_norm"):
