@@ -22,6 +22,7 @@ from kvass.common.model.fetch import resolve_model
 from kvass.common.model.gguf_file import GgufFile
 from kvass.common.model.identity import cluster_fields
 from kvass.common.model.known_answer import dense_pass, prompt
+from kvass.common.model.llama import Llama
 from kvass.common.model.load import Reader, load_model
 from kvass.common.model.products import Products
 from kvass.common.model.runner import Rows, Runner, uses
@@ -87,6 +88,16 @@ def test_a_file_computes_what_its_converted_copy_does(
         # torch's products may be other ones where rows are multiplied in parts
         assert torch.equal(found, expected) or (level == "none" and weights == "native")
         assert torch.allclose(found, expected, rtol=0.05, atol=0.05 * float(expected.std()))
+
+
+@pytest.mark.skipif(not packed.available(), reason="this process has no bf16 dot products")
+def test_q_k_and_v_of_several_kinds_run_in_one_call_too(tmp_path: Path) -> None:
+    """As llama-quantize's mixes have them; that the bits are the same is shown above."""
+    write_gguf(tmp_path / "a.gguf")
+    folder = resolve_model(str(tmp_path / "a.gguf"), progress=False)
+    spec = load_spec(folder)
+    model = load_model(folder, spec, projection_of=Products(uses(), "native").projection)
+    assert isinstance(model, Llama) and model.runs_in_one_call
 
 
 def test_the_header_is_what_the_gguf_package_reads(tmp_path: Path) -> None:

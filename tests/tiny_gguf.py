@@ -20,11 +20,11 @@ HALVES = {
 KINDS = (
     {
         **{"attn_q": "Q4_K", "attn_k": "Q4_K", "attn_v": "Q6_K", "attn_output": "Q8_0"},
-        **{"ffn_gate": "Q4_0", "ffn_up": "Q4_1", "ffn_down": "Q6_K"},
+        **{"ffn_gate": "Q4_0", "ffn_up": "Q4_0", "ffn_down": "Q6_K"},
     },
     {
         **{"attn_q": "Q5_0", "attn_k": "Q5_0", "attn_v": "Q8_0", "attn_output": "Q5_1"},
-        **{"ffn_gate": "Q5_K", "ffn_up": "Q5_K", "ffn_down": "Q4_K"},
+        **{"ffn_gate": "Q5_K", "ffn_up": "Q4_1", "ffn_down": "Q4_K"},
     },
 )
 
