@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import gguf
@@ -49,8 +50,17 @@ def vocabulary() -> list[str]:
     return ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *map(chr, plain), *rest, "he"]
 
 
-def write_gguf(path: Path, *, without: str = "", head: bool = False) -> None:
-    """Write a whole file; `without` leaves a tensor out."""
+def write_gguf(
+    path: Path,
+    *,
+    without: str = "",
+    head: bool = False,
+    metadata: Mapping[str, object] | None = None,
+) -> None:
+    """Write a whole file; `without` leaves a tensor out.
+
+    `metadata` replaces values; None leaves one out, a numpy number is of its type.
+    """
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(len(KINDS))
     writer.add_context_length(512)
@@ -86,7 +96,19 @@ def write_gguf(path: Path, *, without: str = "", head: bool = False) -> None:
         for name in ("attn_norm", "ffn_norm"):
             writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(HIDDEN, dtype=np.float32))
     writer.add_tensor("output_norm.weight", np.ones(HIDDEN, dtype=np.float32))
+    for name, value in (metadata or {}).items():
+        writer.kv_data[0].pop(name, None)
+        if value is not None:
+            writer.kv_data[0][name] = _typed(value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _typed(value: object) -> gguf.gguf_writer.GGUFValue:
+    if isinstance(value, np.generic):
+        names = {"u": "UINT", "i": "INT", "f": "FLOAT"}
+        name = f"{names[value.dtype.kind]}{8 * value.dtype.itemsize}"
+        return gguf.gguf_writer.GGUFValue(value.item(), gguf.GGUFValueType[name])
+    return gguf.gguf_writer.GGUFValue(value, gguf.GGUFValueType.get_type(value))
