@@ -5,18 +5,21 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
 
+from kvass.common import config
 from kvass.common.block import BlockLayout
 from kvass.common.config import ClusterConfig
 from kvass.common.errors import Invalid
 from kvass.common.kernels import packed
 from kvass.common.kernels.numerics import WeightFormat
 from kvass.common.kernels.paged import paged_kv
+from kvass.common.model import engine
 from kvass.common.model.checkpoint import executed_as, open_checkpoint, weights_digest
 from kvass.common.model.convert import convert
 from kvass.common.model.fetch import resolve_model
@@ -255,6 +258,34 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_answer(tmp_path: Path) -> Non
         path.write_bytes(path.read_bytes()[:100])
         with pytest.raises(Bad, match="cut off at byte 100 while it was read"):
             cursor.take(size)
+
+
+def test_weights_that_change_while_they_are_loaded_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or blocks would be named after weights that did not compute them."""
+    write_gguf(tmp_path / "a.gguf")
+    folder = resolve_model(str(tmp_path / "a.gguf"), progress=False)
+
+    def load(*arguments: Any, **named: Any) -> Any:
+        model = load_model(*arguments, **named)
+        write_gguf(tmp_path / "a.gguf")
+        return model
+
+    monkeypatch.setattr(engine, "load_model", load)
+    words = (f"cluster.model={str(folder)!r}", "decode.pool_blocks=40", "decode.threads=2")
+    settings = config.load(None, [*words])
+    with pytest.raises(Invalid, match="the weights were changed while they were loaded"):
+        engine.open_engine(settings, settings.decode, "decode")
+
+
+def test_a_link_gives_the_model_its_name(tmp_path: Path) -> None:
+    """A hub's cache keeps files under their digests, with links of the names that people know."""
+    write_gguf(tmp_path / "e3b0c442")
+    (tmp_path / "tiny-Q4_K_M.gguf").symlink_to("e3b0c442")
+    folder = resolve_model(str(tmp_path / "tiny-Q4_K_M.gguf"), progress=False)
+    assert folder.name == "tiny-Q4_K_M" and load_spec(folder).layers == 2
+    assert resolve_model(str(tmp_path / "e3b0c442"), progress=False).name == "e3b0c442"
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
