@@ -44,10 +44,13 @@ class Parts:
         """Return float32 [outputs, inputs]."""
         scales = _each_group(self.scales, self.scale_factors)
         codes = self.codes.view(*scales.shape, -1)
-        values = (codes.float() - self.zero) * scales[..., None]
+        values = codes.float()  # in place from here on: a matrix is large, and new memory slow
+        if self.zero:
+            values -= self.zero
+        values *= scales[..., None]
         if self.least is not None:
             least = _each_group(self.least, self.least_factors)[..., None]
-            values = values + least if self.least_factors is None else values - least
+            values = values.add_(least) if self.least_factors is None else values.sub_(least)
         return values.flatten(1)
 
 
