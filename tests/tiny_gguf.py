@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import gguf
@@ -10,14 +11,23 @@ import numpy.typing as npt
 
 from kvass.common.kernels.gguf_blocks import SIZES
 
-LAYERS, HIDDEN, HEADS, KV_HEADS, INNER = 2, 256, 4, 2, 512
+HIDDEN, HEADS, KV_HEADS, INNER = 256, 4, 2, 512
 # Where fp16 numbers stand in a block.
-HALVES = {"Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q6_K": (208,)}
-# Mixed, as real files are: v and down often have more bits, norms all.
-KINDS = {
-    **{"attn_q": "Q4_K", "attn_k": "Q4_K", "attn_v": "Q6_K", "attn_output": "Q8_0"},
-    **{"ffn_gate": "Q4_0", "ffn_up": "Q4_1", "ffn_down": "Q6_K"},
+HALVES = {
+    **{"Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2)},
+    **{"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)},
 }
+# Mixed, as real files are, and by layer: v and down often have more bits, norms all.
+KINDS = (
+    {
+        **{"attn_q": "Q4_K", "attn_k": "Q4_K", "attn_v": "Q6_K", "attn_output": "Q8_0"},
+        **{"ffn_gate": "Q4_0", "ffn_up": "Q4_0", "ffn_down": "Q6_K"},
+    },
+    {
+        **{"attn_q": "Q5_0", "attn_k": "Q5_0", "attn_v": "Q8_0", "attn_output": "Q5_1"},
+        **{"ffn_gate": "Q5_K", "ffn_up": "Q4_1", "ffn_down": "Q4_K"},
+    },
+)
 
 
 def random_blocks(
@@ -41,11 +51,18 @@ def vocabulary() -> list[str]:
 
 
 def write_gguf(
-    path: Path, kinds: dict[str, str] = KINDS, *, without: str = "", head: bool = False
+    path: Path,
+    *,
+    without: str = "",
+    head: bool = False,
+    metadata: Mapping[str, object] | None = None,
 ) -> None:
-    """Write a whole file; `without` leaves a tensor out."""
+    """Write a whole file; `without` leaves a tensor out.
+
+    `metadata` replaces values; None leaves one out, a numpy number is of its type.
+    """
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(LAYERS)
+    writer.add_block_count(len(KINDS))
     writer.add_context_length(512)
     writer.add_embedding_length(HIDDEN)
     writer.add_feed_forward_length(INNER)
@@ -73,13 +90,25 @@ def write_gguf(
     kv = HIDDEN // HEADS * KV_HEADS
     shapes = {"attn_k": (kv, HIDDEN), "attn_v": (kv, HIDDEN), "ffn_down": (HIDDEN, INNER)}
     shapes |= {"ffn_gate": (INNER, HIDDEN), "ffn_up": (INNER, HIDDEN)}
-    for layer in range(LAYERS):
+    for layer, kinds in enumerate(KINDS):
         for name, kind in kinds.items():
             add(f"blk.{layer}.{name}.weight", kind, *shapes.get(name, (HIDDEN, HIDDEN)))
         for name in ("attn_norm", "ffn_norm"):
             writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(HIDDEN, dtype=np.float32))
     writer.add_tensor("output_norm.weight", np.ones(HIDDEN, dtype=np.float32))
+    for name, value in (metadata or {}).items():
+        writer.kv_data[0].pop(name, None)
+        if value is not None:
+            writer.kv_data[0][name] = _typed(value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _typed(value: object) -> gguf.gguf_writer.GGUFValue:
+    if isinstance(value, np.generic):
+        names = {"u": "UINT", "i": "INT", "f": "FLOAT"}
+        name = f"{names[value.dtype.kind]}{8 * value.dtype.itemsize}"
+        return gguf.gguf_writer.GGUFValue(value.item(), gguf.GGUFValueType[name])
+    return gguf.gguf_writer.GGUFValue(value, gguf.GGUFValueType.get_type(value))

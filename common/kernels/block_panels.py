@@ -9,10 +9,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kvass.common.kernels.gguf_blocks import Blocks
+from kvass.common.kernels.gguf_blocks import BlockKind, Blocks
 from kvass.common.kernels.weight_formats import GROUP, Coded, Halved
 
 PANEL = 32  # outputs; as in panels.h
+# Of a code.
+_BITS: dict[BlockKind, int] = {
+    **{"Q8_0": 8, "Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q4_K": 4, "Q5_K": 5, "Q6_K": 6}
+}
 
 
 def pairs(values: torch.Tensor) -> torch.Tensor:
@@ -43,18 +47,22 @@ def of_blocks(blocks: Blocks) -> torch.Tensor:
     factors = [
         _shared(each) for each in (parts.scale_factors, parts.least_factors) if each is not None
     ]
-    if not factors:
-        codes = _bytes(parts.codes, GROUP) if blocks.kind == "Q8_0" else None
-        return _joined([*shared, _half_bytes(parts.codes, GROUP) if codes is None else codes])
-    groups, supers = factors[0].shape[1], shared[0].shape[1]
-    inputs = blocks.inputs // groups
-    codes = _half_bytes(parts.codes & 15, inputs)
-    if blocks.kind == "Q6_K":  # after each pair's half bytes their high bits
-        high = _two_bits(parts.codes >> 4, inputs)
-        by_pair = [each.view(*each.shape[:2], inputs // 2, -1) for each in (codes, high)]
-        codes = torch.cat(by_pair, -1).flatten(2)
+    groups, supers = (factors or shared)[0].shape[1], shared[0].shape[1]
+    codes = _codes(parts.codes, _BITS[blocks.kind], blocks.inputs // groups)
     grouped = torch.cat([*factors, codes], -1)
     return _joined([*shared, grouped.view(len(grouped), supers, -1)])
+
+
+def _codes(codes: torch.Tensor, bits: int, inputs: int) -> torch.Tensor:
+    """Return codes [panels, groups, bytes], `inputs` a group; high bits follow each pair's."""
+    if bits == 8:
+        return _bytes(codes, inputs)
+    low = _half_bytes(codes & 15, inputs)
+    if bits == 4:
+        return low
+    high = (_single_bits if bits == 5 else _two_bits)(codes >> 4, inputs)
+    by_pair = [each.view(*each.shape[:2], inputs // 2, -1) for each in (low, high)]
+    return torch.cat(by_pair, -1).flatten(2)
 
 
 def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
@@ -85,3 +93,9 @@ def _two_bits(codes: torch.Tensor, inputs: int) -> torch.Tensor:
     four = pairs(codes).chunk(4, dim=2)
     packed = four[0] | four[1] << 2 | four[2] << 4 | four[3] << 6
     return packed.reshape(len(codes) // PANEL, -1, inputs * PANEL // 4)
+
+
+def _single_bits(codes: torch.Tensor, inputs: int) -> torch.Tensor:
+    """Return codes of 1 bit: in order, the first one is a byte's lowest."""
+    eight = pairs(codes).reshape(len(codes) // PANEL, codes.shape[1] // inputs, -1, 8)
+    return (eight << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)

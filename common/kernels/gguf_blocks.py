@@ -1,10 +1,11 @@
 """Matrices as GGUF files hold them: blocks of codes with scales, and the values they stand for.
 
-This is the definition. A value is what ggml says, in float32: d · q (Q8_0, Q4_0, Q6_K, exact) or
-d · q + m (Q4_1, Q4_K; the product is exact, the sum rounded once), where a K format's d and m are a
-block's, fp16, times a small integer of a group's, exact. What is multiplied by is that value
-rounded to bf16, as an F16 or F32 tensor's values are: by the compiled products in registers
-(native/src/block_panels.h), and elsewhere by torch from a bf16 copy. So all agree on every bit.
+This is the definition. A value is what ggml says, in float32: d · q (Q8_0, Q4_0, Q5_0, Q6_K, exact)
+or d · q + m (Q4_1, Q5_1, Q4_K, Q5_K; the product is exact, the sum rounded once), where a K
+format's d and m are a block's, fp16, times a small integer of a group's, exact. What is multiplied
+by is that value rounded to bf16, as an F16 or F32 tensor's values are: by the compiled products in
+registers (native/src/block_panels.h), and elsewhere by torch from a bf16 copy. So all agree on
+every bit.
 
 It refuses to know files (`model/gguf_file.py`), and where codes lie for a product
 (`block_panels.py`).
@@ -20,7 +21,7 @@ import torch
 
 from kvass.common.errors import Invalid
 
-BlockKind = Literal["Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K"]
+BlockKind = Literal["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +44,13 @@ class Parts:
         """Return float32 [outputs, inputs]."""
         scales = _each_group(self.scales, self.scale_factors)
         codes = self.codes.view(*scales.shape, -1)
-        values = (codes.float() - self.zero) * scales[..., None]
+        values = codes.float()  # in place from here on: a matrix is large, and new memory slow
+        if self.zero:
+            values -= self.zero
+        values *= scales[..., None]
         if self.least is not None:
             least = _each_group(self.least, self.least_factors)[..., None]
-            values = values + least if self.least_factors is None else values - least
+            values = values.add_(least) if self.least_factors is None else values.sub_(least)
         return values.flatten(1)
 
 
@@ -153,12 +157,38 @@ def _q4_1(blocks: torch.Tensor) -> Parts:
     return Parts(codes, 0, _half(blocks, 0), _half(blocks, 2))
 
 
+def _fifth_bits(bits: torch.Tensor) -> torch.Tensor:
+    """Return 16 where a bit is set: uint8, the last dimension eight times as long."""
+    return (bits[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2) << 4
+
+
+def _q5_0(blocks: torch.Tensor) -> Parts:
+    codes = _half_bytes(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])
+    return Parts(codes.flatten(1), 16, _half(blocks, 0))
+
+
+def _q5_1(blocks: torch.Tensor) -> Parts:
+    codes = _half_bytes(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
+    return Parts(codes.flatten(1), 0, _half(blocks, 0), _half(blocks, 2))
+
+
 def _q4_k(blocks: torch.Tensor) -> Parts:
+    codes = _half_bytes(blocks[..., 16:].view(*blocks.shape[:2], 4, 32))
+    return _of_super_blocks(blocks, codes)
+
+
+def _q5_k(blocks: torch.Tensor) -> Parts:
+    """Byte i has the fifth bits of the i-th codes of the eight groups."""
+    bits = blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
+    codes = _half_bytes(blocks[..., 48:].view(*blocks.shape[:2], 4, 32))
+    return _of_super_blocks(blocks, codes.flatten(2) | bits.flatten(2) << 4)
+
+
+def _of_super_blocks(blocks: torch.Tensor, codes: torch.Tensor) -> Parts:
     """Eight groups a block: their factors have 6 bits, of the last four in two pieces."""
     low, middle, high = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     scale_factors = torch.cat([low & 63, (high & 15) | (low >> 6) << 4], -1)
     least_factors = torch.cat([middle & 63, high >> 4 | (middle >> 6) << 4], -1)
-    codes = _half_bytes(blocks[..., 16:].view(*blocks.shape[:2], 4, 32))
     return Parts(
         *(codes.flatten(1), 0, _half(blocks, 0), _half(blocks, 2)),
         *(scale_factors.flatten(1), least_factors.flatten(1)),
@@ -180,17 +210,24 @@ SIZES: dict[BlockKind, tuple[int, int]] = {
     "Q8_0": (32, 34),
     "Q4_0": (32, 18),
     "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
     "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
     "Q6_K": (256, 210),
 }
 # Where a block's scale and least weight are, fp16.
 _HALVES: dict[BlockKind, tuple[int, ...]] = {
-    **{"Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q6_K": (208,)}
+    **{"Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2)},
+    **{"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)},
 }
 _PARTS: dict[BlockKind, Callable[[torch.Tensor], Parts]] = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
     "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
     "Q6_K": _q6_k,
 }

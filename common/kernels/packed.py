@@ -37,7 +37,7 @@ LEVEL = "avx512bf16"  # the only one that it is compiled for
 # As in products.cpp. Q4_1 is what int4 is, with the file's codes.
 _NUMBERS: dict[WeightFormat | BlockKind, int] = {
     **{"bf16": 0, "int8": 1, "int4": 2},
-    **{"Q4_1": 2, "Q8_0": 3, "Q4_0": 4, "Q4_K": 5, "Q6_K": 6},
+    **{"Q4_1": 2, "Q8_0": 3, "Q4_0": 4, "Q4_K": 5, "Q6_K": 6, "Q5_0": 7, "Q5_1": 8, "Q5_K": 9},
 }
 _PIECE = 128 << 20  # mapped at once; what is not written takes no memory
 

@@ -39,7 +39,7 @@ class _Weight(ctypes.Structure):
 
 class _Layer(ctypes.Structure):
     _fields_ = [
-        ("qkv", _Weight),
+        ("qkv", _Weight * 3),
         ("output", _Weight),
         ("gate_up", _Weight),
         ("down", _Weight),
@@ -70,9 +70,12 @@ class _Run(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class PackedLayer:
-    """One layer's weights. Norms bf16 [hidden]; `next_norm` is the next layer's first."""
+    """One layer's weights. Norms bf16 [hidden]; `next_norm` is the next layer's first.
 
-    qkv: PackedWeight
+    `qkv`: q‖k‖v as one weight, or q, k and v where a GGUF file has them in several ways.
+    """
+
+    qkv: tuple[PackedWeight, ...]
     output: PackedWeight
     gate_up: PackedWeight
     down: PackedWeight
@@ -92,7 +95,7 @@ class PackedLayers:
         self._layers = (_Layer * len(layers))(*map(_layer, layers))
         self._kv_size = kv_size
         self._epsilon = epsilon
-        self._threads = layers[0].qkv.threads
+        self._threads = layers[0].output.threads
         self._room = torch.empty(0, dtype=torch.uint8)
         self._room_size, self._run = _functions()
 
@@ -113,7 +116,7 @@ class PackedLayers:
         """
         count = rows.shape[0]
         assert rows.dtype == torch.float32 and normed.dtype == torch.bfloat16
-        assert rows.shape == normed.shape == (count, self._held[0].qkv.inputs)
+        assert rows.shape == normed.shape == (count, self._held[0].output.outputs)
         assert slots.shape == offsets.shape == (count,) and plan.rows == count
         each: tuple[torch.Tensor, ...] = (rows, normed, slots, offsets, *turn)
         assert all(tensor.is_contiguous() for tensor in each)
@@ -144,8 +147,9 @@ def _layer(layer: PackedLayer) -> _Layer:
     hidden = layer.output.outputs
     assert layer.mlp_norm.shape == layer.next_norm.shape == (hidden,)
     assert layer.gate_up.outputs == 2 * layer.down.inputs and layer.down.outputs == hidden
+    assert len(layer.qkv) in (1, 3)
     return _Layer(
-        qkv=_weight(layer.qkv),
+        qkv=(_Weight * 3)(*map(_weight, layer.qkv)),
         output=_weight(layer.output),
         gate_up=_weight(layer.gate_up),
         down=_weight(layer.down),

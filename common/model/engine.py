@@ -88,6 +88,8 @@ def open_engine(config: Config, worker: WorkerConfig, role: str) -> Engine:
         *(model_dir, spec, config.cluster, device_kind(products, kv.bits)),
         "none" if terms is None else terms.digest(),
     )
+    if fields["model_weights"] != digest:
+        raise Invalid(f"{model_dir}: the weights were changed while they were loaded: start again")
     namespace = identity.namespace_in(fields)
     assert namespace is not None
     runner = Runner(model, kv, layout.block_tokens)

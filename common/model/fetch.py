@@ -66,7 +66,7 @@ def resolve_model(name_or_dir: str, *, progress: bool) -> Path:
         "tokenizer.json"
     )
     if path.is_file() and _is_gguf(path):
-        return _gguf_directory(path.resolve(), cache_dir() / "models")
+        return _gguf_directory(path.resolve(), path.stem, cache_dir() / "models")
     if path.exists():
         raise Invalid(f"model {name_or_dir}: a file; {expected}")
     if name_or_dir.count("/") == 1 and not name_or_dir.startswith((".", "/", "~")):
@@ -82,15 +82,16 @@ def _is_gguf(path: Path) -> bool:
         return path.suffix.lower() == ".gguf" or file.read(len(gguf_file.MAGIC)) == gguf_file.MAGIC
 
 
-def _gguf_directory(source: Path, models: Path) -> Path:
+def _gguf_directory(source: Path, name: str, models: Path) -> Path:
     """Return a model directory whose weights are a link to this file, made once.
 
-    A file that has changed since gets a new one. Its last name is the file's: it is served so.
+    A file that has changed since gets a new one. Its last name is the one that the file was asked
+    for by: it is served so. (Where hubs keep files, a link's is a name and the file's a digest.)
     """
     status = source.stat()
     told = f"{_CONVERSION} {source} {status.st_size} {status.st_mtime_ns}".encode()
     parent = models / f"gguf-{blake2b(told, digest_size=8).hexdigest()}"
-    target = parent / source.stem
+    target = parent / name
     if (target / "config.json").is_file():
         return target
     try:

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvass.common.errors import Invalid
 from kvass.common.model.gguf_file import GgufFile
-from kvass.common.model.gguf_tokenizer import build_tokenizer, build_tokenizer_config
+from kvass.common.model.gguf_tokenizer import build_tokenizer, build_tokenizer_config, token_id
 
 LINK = "model.gguf"  # in a model directory: the weights
 Field = Callable[[str], Any]  # a metadata value by name, or None
@@ -37,6 +37,17 @@ _OTHER_NAMES = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+# Of llama.*: what `config_of` reads or compares; and what changes nothing with these values.
+_KNOWN = {
+    **dict.fromkeys(("attention.head_count", "attention.head_count_kv", "attention.key_length")),
+    **dict.fromkeys(("attention.layer_norm_rms_epsilon", "attention.value_length", "vocab_size")),
+    **dict.fromkeys(("block_count", "context_length", "embedding_length", "feed_forward_length")),
+    **dict.fromkeys(("rope.dimension_count", "rope.freq_base", "rope.scaling.type")),
+}
+_NO_CHANGE = {
+    **{"attention.causal": True, "attention.scale": 0.0, "expert_count": 0, "expert_used_count": 0},
+    **{"attention.sliding_window": 0, "rope.scale_linear": 1.0, "rope.scaling.factor": 1.0},
+}
 _LAYER = re.compile(r"blk\.(\d{1,6})\.(\w+)\.weight", re.ASCII)
 
 
@@ -44,6 +55,7 @@ def write_directory(source: Path, directory: Path) -> None:
     """Write a model directory's files into an existing directory; raises Invalid."""
     file = GgufFile.open(source)
     try:
+        _refuse_others(file.metadata)
         config = config_of(file.metadata.get, tied="output.weight" not in file.tensors)
         tokenizer = build_tokenizer(file.metadata.get)
         tokenizer_config = build_tokenizer_config(file.metadata.get)
@@ -51,33 +63,75 @@ def write_directory(source: Path, directory: Path) -> None:
         raise Invalid(f"{source}: its metadata lack something, or are broken: {error}") from None
     except Invalid as error:
         raise Invalid(f"{source}: {error}") from None
-    for name in file.tensors:
-        checkpoint_name(name)
+    layers = _layers(source, file)
+    if layers != config["num_hidden_layers"]:
+        raise Invalid(
+            f"{source}: llama.block_count is {config['num_hidden_layers']}, and it has tensors of "
+            f"{layers} layers: its metadata are another model's, or it is not complete"
+        )
     tokenizer.save(str(directory / "tokenizer.json"))
     write_json(directory / "tokenizer_config.json", tokenizer_config)
     write_json(directory / "config.json", config)
     (directory / LINK).symlink_to(source.resolve())
 
 
+def _refuse_others(metadata: Mapping[str, Any]) -> None:
+    """Raise Invalid for a part of a model, and for a number that llama.cpp would compute with."""
+    parts = metadata.get("split.count")
+    if parts not in (None, 0, 1):
+        raise Invalid(
+            f"GGUF: one of {parts} parts of a model; join them with "
+            "llama-gguf-split --merge FIRST WHOLE"
+        )
+    for name, value in metadata.items():
+        kind, _, what = name.partition(".")
+        if kind == "llama" and what not in _KNOWN and _NO_CHANGE.get(what) != value:
+            raise Invalid(f"GGUF: {name} is {value!r}, which is not supported")
+
+
+def _layers(source: Path, file: GgufFile) -> int:
+    """Return how many layers it has tensors of; raises Invalid for one that no layer has."""
+    found = set()
+    for name in file.tensors:
+        try:
+            checkpoint_name(name)
+        except Invalid as error:
+            raise Invalid(f"{source}: {error}") from None
+        if layer := _LAYER.fullmatch(name):
+            found.add(int(layer[1]))
+    return max(found, default=-1) + 1
+
+
 def config_of(field: Field, *, tied: bool) -> dict[str, Any]:
     """Return config.json's content. Other errors than Invalid: metadata lack something."""
     architecture = field("general.architecture")
     if architecture != "llama":
-        raise Invalid(f"GGUF architecture {architecture!r} is not supported; supported: llama")
+        raise Invalid(
+            f"GGUF architecture {architecture!r} is not supported; supported: llama. Other models "
+            "are taken as directories (config.json, *.safetensors, tokenizer.json)"
+        )
     if field("llama.rope.scaling.type") not in (None, "none") or field("llama.rope.factors"):
         raise Invalid("GGUF: scaled rope is not supported")
 
-    def number(name: str) -> Any:
+    def number(name: str, kind: type[int | float] = int) -> Any:
         found = field(f"llama.{name}")
-        if not isinstance(found, int | float) or not 0 < found < 2**31:
+        if not isinstance(found, kind) or isinstance(found, bool) or not 0 < found < 2**31:
             raise Invalid(f"GGUF: its metadata have no usable llama.{name}: {found!r}")
         return found
 
     heads, width = number("attention.head_count"), number("embedding_length")
+    if width % heads:
+        raise Invalid(f"GGUF: llama.embedding_length {width} is no multiple of {heads} heads")
     head_dim = width // heads
     for name in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
         if field(f"llama.{name}") not in (None, head_dim):
             raise Invalid(f"GGUF: llama.{name} other than {head_dim} is not supported")
+    vocabulary = len(field("tokenizer.ggml.tokens") or ())
+    if not vocabulary:
+        raise Invalid("GGUF: it has no tokenizer (tokenizer.ggml.tokens): convert the model anew")
+    if field("llama.vocab_size") not in (None, vocabulary):
+        said = field("llama.vocab_size")
+        raise Invalid(f"GGUF: llama.vocab_size is {said}; its tokenizer has {vocabulary} tokens")
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -90,13 +144,13 @@ def config_of(field: Field, *, tied: bool) -> dict[str, Any]:
         "num_key_value_heads": number("attention.head_count_kv"),
         "head_dim": head_dim,
         "max_position_embeddings": number("context_length"),
-        "vocab_size": len(field("tokenizer.ggml.tokens")),
-        "rms_norm_eps": _shortest(number("attention.layer_norm_rms_epsilon")),
-        "rope_theta": _shortest(number("rope.freq_base")),
+        "vocab_size": vocabulary,
+        "rms_norm_eps": _shortest(number("attention.layer_norm_rms_epsilon", float)),
+        "rope_theta": _shortest(number("rope.freq_base", float)),
         "tie_word_embeddings": tied,
-        "bos_token_id": field("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": field("tokenizer.ggml.eos_token_id"),
-        "pad_token_id": field("tokenizer.ggml.padding_token_id"),
+        "bos_token_id": token_id(field, "bos_token_id"),
+        "eos_token_id": token_id(field, "eos_token_id"),
+        "pad_token_id": token_id(field, "padding_token_id"),
     }
 
 

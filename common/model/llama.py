@@ -24,7 +24,7 @@ from kvass.common.kernels.packed_layers import PackedLayer, PackedLayers
 from kvass.common.kernels.seam import PagedKv, Plan
 from kvass.common.kernels.turn import Turn
 from kvass.common.model.layers import add_norm, gated_silu, rms_norm
-from kvass.common.model.projection import Projection, ProjectionOf
+from kvass.common.model.projection import Projection, ProjectionOf, StackedProjection
 from kvass.common.model.rope import angles, inverse_frequencies
 from kvass.common.model.spec import ModelSpec
 
@@ -60,6 +60,11 @@ class Llama:
         self._frequencies = inverse_frequencies(spec)
         self._threads = torch.get_num_threads()  # the compiled library's; torch's may change
         self._packed = _packed_layers(spec, self._layers)
+
+    @property
+    def runs_in_one_call(self) -> bool:
+        """Whether the compiled library runs all layers but the last, where it reads the pool."""
+        return self._packed is not None
 
     @torch.inference_mode()
     def forward(
@@ -168,13 +173,15 @@ def _packed_layers(spec: ModelSpec, layers: Sequence[Layer]) -> PackedLayers | N
     """Return all layers but the last as the compiled library runs them; None where it does not."""
     packed = []
     for layer, after in pairwise(layers):
-        weights = (*layer.qkv, layer.output, layer.gate_up, layer.down)
+        fused = layer.qkv[0]
+        qkv = fused.parts if isinstance(fused, StackedProjection) else (fused,)
+        weights = (*qkv, layer.output, layer.gate_up, layer.down)
         all_packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
         if len(all_packed) < len(weights):
             return None
-        qkv, output, gate_up, down = all_packed
+        *in_turn, output, gate_up, down = all_packed
         norms = (layer.mlp_norm, after.attention_norm)
-        packed.append(PackedLayer(qkv, output, gate_up, down, *norms))
+        packed.append(PackedLayer(tuple(in_turn), output, gate_up, down, *norms))
     size = spec.kv_heads * spec.head_dim
     return PackedLayers(packed, size, spec.rms_norm_eps) if packed else None
 

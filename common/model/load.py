@@ -83,7 +83,10 @@ class Reader:
         raw = _rows_of(entry)
         if not entry.in_blocks:
             tensor = raw.view(_DTYPES[entry.dtype]).view(entry.shape)
-            return tensor.to(torch.bfloat16).to(self._dtype)
+            rounded = tensor.to(torch.bfloat16)
+            if not bool(rounded.isfinite().all()):
+                raise Invalid(f"{entry.path}: {name} holds values that are not finite")
+            return rounded.to(self._dtype)
         kind = cast(BlockKind, entry.dtype)
         blocks = Blocks(kind, entry.shape[1], raw).checked(f"{entry.path}: {name}")
         return blocks if self._dtype == torch.bfloat16 else bf16_of(blocks).to(self._dtype)

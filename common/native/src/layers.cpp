@@ -20,7 +20,8 @@ struct Weight {
 };
 
 struct Layer {
-  Weight qkv, output, gate_up, down;
+  Weight qkv[3];  // q‖k‖v, and two without outputs; or where they are kept in several ways q, k and v
+  Weight output, gate_up, down;
   const uint16_t* mlp_norm;
   const uint16_t* next_norm;  // of the layer after this one, before its attention
 };
@@ -58,7 +59,7 @@ int64_t cut(const Layer& layer, int64_t count, unsigned char* room, Room* into) 
     return room + at;
   };
   const auto halves = [&](int64_t width) { return reinterpret_cast<uint16_t*>(taken(width, 2)); };
-  into->qkv = halves(layer.qkv.outputs);
+  into->qkv = halves(layer.qkv[0].outputs + layer.qkv[1].outputs + layer.qkv[2].outputs);
   into->attended = reinterpret_cast<float*>(taken(layer.output.inputs, 4));
   into->heads = halves(layer.output.inputs);
   into->output = halves(layer.output.outputs);
@@ -79,13 +80,26 @@ void norm(const Run& run, const Layer& layer, const uint16_t* addend, const uint
                        layer.output.outputs);
 }
 
+// Computes q, k and v, side by side in a row or each in rows of its own.
+void project(const Run& run, const Layer& layer, uint16_t* room, Rows* q, Rows* k, Rows* v) {
+  const int64_t q_size = layer.output.inputs, width = layer.qkv[0].outputs;
+  const bool is_one = layer.qkv[1].outputs == 0;
+  const int64_t rows = is_one ? 1 : run.count;
+  *q = {room, width, 1};
+  *k = {room + rows * q_size, is_one ? width : run.kv_size, 1};
+  *v = {room + rows * (q_size + run.kv_size), is_one ? width : run.kv_size, 1};
+  multiply(run, layer.qkv[0], run.normed, room);
+  if (is_one) return;
+  multiply(run, layer.qkv[1], run.normed, room + rows * q_size);
+  multiply(run, layer.qkv[2], run.normed, room + rows * (q_size + run.kv_size));
+}
+
 void run_layer(const Run& run, int64_t index, const Room& room) {
   const Layer& layer = run.layers[index];
   const int threads = static_cast<int>(run.threads);
-  const int64_t q_size = layer.output.inputs, width = layer.qkv.outputs;
-  multiply(run, layer.qkv, run.normed, room.qkv);
-  const Rows q{room.qkv, width, 1}, k{room.qkv + q_size, width, 1};
-  const Rows v{room.qkv + q_size + run.kv_size, width, 1};
+  const int64_t q_size = layer.output.inputs;
+  Rows q, k, v;
+  project(run, layer, room.qkv, &q, &k, &v);
   KVASS_AT(kvass_append)(run.pool, index, run.count, &k, &v, &run.turn, run.slots, run.offsets,
                          run.threads);
   KVASS_AT(kvass_attend)(run.pool, run.step, index, &q, &run.turn, room.attended);

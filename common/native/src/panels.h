@@ -107,6 +107,7 @@ struct BytePanel {
 
 // A pair's codes of 4 bits, a vector a part.
 struct HalfBytes {
+  static constexpr int64_t kSize = kPanelPair / 2;
   __m512i part[4];
 
   KVASS_INLINE explicit HalfBytes(const uint8_t* at) {
@@ -127,14 +128,15 @@ KVASS_INLINE Pair rounded(Weights weights) {
   return {_mm512_cvtne2ps_pbh(weights(1), weights(0)), _mm512_cvtne2ps_pbh(weights(3), weights(2))};
 }
 
-// Codes of 4 bits.
-struct Int4Panel {
+// Codes, scales and least weights.
+template <typename Codes>
+struct LeastPanel {
   static constexpr int64_t kGroup = kGroupPairs;
   const uint8_t* at;
   __m512 scales[4] = {}, least[4] = {};
 
   static int64_t size(int64_t pairs) {
-    return pairs * kPanelPair / 2 + up(pairs, kGroupPairs) * 4 * kPanel;
+    return pairs * Codes::kSize + up(pairs, kGroupPairs) * 4 * kPanel;
   }
   KVASS_INLINE void open_group() {
     prefetch(at);
@@ -146,9 +148,9 @@ struct Int4Panel {
     at += 4 * kPanel;
   }
   KVASS_INLINE Pair next() {
-    const HalfBytes codes(at);
+    const Codes codes(at);
     prefetch(at);
-    at += kPanelPair / 2;
+    at += Codes::kSize;
     return rounded([&](int part) __attribute__((always_inline)) {
       return _mm512_fmadd_ps(_mm512_cvtepi32_ps(codes.part[part]), scales[part], least[part]);
     });
@@ -156,6 +158,7 @@ struct Int4Panel {
 };
 
 using Int8Panel = BytePanel<false>;
+using Int4Panel = LeastPanel<HalfBytes>;
 
 // Writes a panel's weights as bf16, in the order of a Bf16Panel.
 template <typename Panel>

@@ -138,6 +138,9 @@ constexpr Format kFormats[] = {
     {KVASS_BLOCKS(Q4ZeroPanel), Q4ZeroPanel::size, unpack<Q4ZeroPanel>},
     {KVASS_BLOCKS(Q4KPanel), Q4KPanel::size, unpack<Q4KPanel>},
     {KVASS_BLOCKS(Q6KPanel), Q6KPanel::size, unpack<Q6KPanel>},
+    {KVASS_BLOCKS(Q5ZeroPanel), Q5ZeroPanel::size, unpack<Q5ZeroPanel>},
+    {KVASS_BLOCKS(Q5LeastPanel), Q5LeastPanel::size, unpack<Q5LeastPanel>},
+    {KVASS_BLOCKS(Q5KPanel), Q5KPanel::size, unpack<Q5KPanel>},
 };
 
 // Returns room of this thread's, which it keeps: threads are few, and last as long as the process.
