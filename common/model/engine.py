@@ -17,6 +17,7 @@ import torch
 from kvass.common import cpus, keys
 from kvass.common.block import BlockLayout
 from kvass.common.config import Config, WorkerConfig
+from kvass.common.errors import Invalid
 from kvass.common.kernels.paged import paged_kv
 from kvass.common.keys import Namespace
 from kvass.common.model import identity, known_answer
