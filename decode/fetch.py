@@ -6,6 +6,7 @@ not be pulled once is not tried again for this request.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import anyio
@@ -23,7 +24,11 @@ WAIT_S = 5.0  # a wait is asked again after this: nodes come and go
 
 
 class Ticket(Protocol):
-    """What fetching needs of a request. `prefill_over` is set when no more blocks will come."""
+    """What fetching needs of a request. `prefill_over` is set when no more blocks will come; until
+    then `on_landed` hears of those that have, whose places in the store others may need."""
+
+    @property
+    def on_landed(self) -> Callable[[Collection[int]], None]: ...
 
     @property
     def table(self) -> BlockTable: ...
@@ -60,7 +65,7 @@ class Fetcher:
                 continue
             visible = await self._visible(ticket, wanted)
             if visible:
-                failed |= await self._pull(table, visible)
+                failed |= await self._pull(ticket, visible)
             elif is_last_look:
                 return
 
@@ -84,8 +89,9 @@ class Fetcher:
             tasks.cancel_scope.cancel()
         return indices_of(visible)
 
-    async def _pull(self, table: BlockTable, indices: list[int]) -> set[int]:
+    async def _pull(self, ticket: Ticket, indices: list[int]) -> set[int]:
         """Pull blocks, or wait for another request's pull of them; return those that failed."""
+        table = ticket.table
         ours = [i for i in indices if table.chain.keys[i] not in self._in_flight]
         if not ours:
             await self._in_flight[table.chain.keys[indices[0]]].wait()
@@ -102,6 +108,8 @@ class Fetcher:
             landed = await self._transfer(table.chain, chosen, [table.slots[i] for i in chosen])
             for index in landed:
                 table.landed(index)
+            if landed and not ticket.prefill_over.is_set():
+                ticket.on_landed(landed)
         finally:
             for index in chosen:
                 del self._in_flight[table.chain.keys[index]]

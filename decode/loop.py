@@ -12,7 +12,7 @@ nor a pull uses its slots.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -56,6 +56,7 @@ class Ticket:
     row: RowState
     text: TextStream
     on_pulled: Callable[[], None]
+    on_landed: Callable[[Collection[int]], None] = lambda indices: None
     prefill_over: anyio.Event = field(default_factory=anyio.Event)
     changed: anyio.Event = field(default_factory=anyio.Event)
     delta: Delta = field(default_factory=Delta)

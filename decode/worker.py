@@ -7,7 +7,7 @@ Delta messages.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AsyncExitStack
 
 import anyio
@@ -30,6 +30,7 @@ from kvass.decode.offer import Offerer
 from kvass.decode.sampler import RowState
 from kvass.decode.schedule import Scheduler, Sequence
 from kvass.decode.stream import TextStream
+from kvass.kvstore.client.holds import unhold
 from kvass.kvstore.client.store import StoreClient, open_client
 from kvass.kvstore.placement import nodes_of
 
@@ -127,6 +128,7 @@ class Service:
                 generated=generated,
                 text_sent=request.text_sent if generated else None,
             ),
+            on_landed=lambda indices: self._unhold(request, chain, indices),
             on_pulled=lambda: self._release_hold(request),
         )
         if not request.prefill_pending:
@@ -149,6 +151,10 @@ class Service:
         waiting = len(self._loop.scheduler.waiting)
         if waiting >= self._queue_requests:
             raise Overloaded(f"{waiting} requests wait on this decode worker", retry_after_s=1.0)
+
+    def _unhold(self, request: Generate, chain: Chain, indices: Collection[int]) -> None:
+        if request.hold_owner:
+            unhold(self._store.router, request.hold_owner, chain, indices)
 
     def _release_hold(self, request: Generate) -> None:
         if request.hold_owner:

@@ -258,9 +258,10 @@ class GetRenew(Request[Held], frozen=True, tag="get_renew"):
 
 
 class ReleaseHold(Request[Done], frozen=True, tag="release_hold"):
-    """The job `owner` needs its blocks no longer."""
+    """The job `owner` needs these of its blocks no longer; without spans none of them, for good."""
 
     owner: Name
+    spans: Spans = ()
 
 
 class Pin(Request[Blocks], frozen=True, tag="pin"):

@@ -268,6 +268,13 @@ class IndexMachine(RuleBasedStateMachine):
         self.jobs_over.add(owner)
         self.protected = set()
 
+    @rule(chain=chains, indices=ranges, owner=st.sampled_from(["j0", "j1"]))
+    def unhold(self, chain: int, indices: range, owner: str) -> None:
+        keys = [key_of(chain, i) for i in indices]
+        self.index.unhold(owner, keys, self.now_s)
+        self.holds.get(owner, (0.0, set()))[1].difference_update(keys)
+        self.protected = set()
+
     @rule(chain=chains, by=st.sampled_from(["writer", "tenant", "namespace", "key"]))
     def drop(self, chain: int, by: str) -> None:
         wanted = {

@@ -8,7 +8,7 @@ it counts the bytes of names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -87,6 +87,22 @@ class Guards:
         if guard is None:
             return []
         return [key for key, size in guard.keys.items() if self._uncount(key, size)]
+
+    def release_keys(self, owner: Owner, keys: Iterable[bytes]) -> list[bytes]:
+        """End the owner's protection of some keys; return those that nothing protects any more."""
+        guard = self._guards.get(owner)
+        if guard is None:
+            return []
+        free: list[bytes] = []
+        for key in keys:
+            size = guard.keys.pop(key, None)
+            if size is not None:
+                guard.size_bytes -= size
+                if self._uncount(key, size):
+                    free.append(key)
+        if not guard.keys:
+            del self._guards[owner]
+        return free
 
     def forget(self, key: bytes) -> None:
         """The block is gone: no guard counts it any more."""

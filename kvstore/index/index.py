@@ -233,6 +233,12 @@ class Index:
         self.puts.end_job(owner)
         self._release(("hold", owner), now_s)
 
+    def unhold(self, owner: str, keys: Iterable[bytes], now_s: float) -> None:
+        """A job has these of its blocks, and goes on."""
+        for key in self.guards.release_keys(("hold", owner), keys):
+            self.ledger.offer_key(key)
+        self.expire(now_s)
+
     def pin(self, owner: str, keys: Sequence[bytes], ends_s: float, now_s: float) -> list[bool]:
         """Keep blocks from eviction until `ends_s`; False for one that is not here or over
         quota."""

@@ -26,6 +26,7 @@ from kvass.kvstore.index.index import Index
 from kvass.kvstore.index.puts import Verdict
 from kvass.kvstore.node.calls.erase_calls import EraseCalls
 from kvass.kvstore.node.calls.get_calls import GetCalls
+from kvass.kvstore.node.calls.hold_calls import HoldCalls
 from kvass.kvstore.node.calls.put_calls import PutCalls
 from kvass.kvstore.node.chores import lasting
 from kvass.kvstore.node.copies.exchange import Meetings
@@ -146,13 +147,11 @@ class Node:
             m.Claim: self._claim,
             m.ReleaseClaims: self._release_claims,
             m.Wait: self._wait,
-            m.ReleaseHold: self._release_hold,
-            m.Pin: self._pin,
-            m.Unpin: self._unpin,
             m.Stats: self._stats,
             m.Drain: self._drain,
             **self._puts.handlers(),
             **self._gets.handlers(),
+            **HoldCalls(self._state).handlers(),
             **self._filler.handlers(),
             **self._erasing.handlers(),
             **self._meetings.handlers(),
@@ -364,25 +363,6 @@ class Node:
                         )
                     await news.wait()
         return m.Waited(visible=(), unclaimed=())
-
-    def _release_hold(self, call: Call) -> Done:
-        self._state.index.release_hold(request_of(call, m.ReleaseHold).owner, self._state.now_s())
-        self._state.notify()
-        return Done()
-
-    def _pin(self, call: Call) -> m.Blocks:
-        request = request_of(call, m.Pin)
-        keys = m.named(request.spans)
-        now_s = self._state.now_s()
-        ends_s, wanted = now_s + request.duration_s, list(keys.values())
-        pinned = self._state.index.pin(request.owner, wanted, ends_s, now_s)
-        self._state.notify()
-        return m.Blocks(visible=ranges(i for i, done in zip(keys, pinned, strict=True) if done))
-
-    def _unpin(self, call: Call) -> Done:
-        self._state.index.unpin(request_of(call, m.Unpin).owner, self._state.now_s())
-        self._state.notify()
-        return Done()
 
     def _stats(self, call: Call) -> m.StatsReply:
         reply = m.StatsReply(counts=self.counts(), tenants=tuple(self.tenants()))

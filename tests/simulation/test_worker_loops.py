@@ -14,7 +14,7 @@ import trio.testing
 from hash_model import BLOCK, reference
 from kvass.common.errors import KvassError, Unavailable
 from kvass.common.model.runner import Rows
-from store_sim import Cluster, chain_from, cluster
+from store_sim import LAYOUT, Cluster, chain_from, cluster
 from worker_sim import (
     Decoder,
     Prefiller,
@@ -89,6 +89,22 @@ async def test_the_same_tokens_cold_from_the_pool_and_from_the_store(length: int
         other = add_decoder(sim, "decode-1", slots=96)
         assert await disaggregated(prefiller, other, prompt, 6, "other") == (expected, tail)
         await at_rest(sim, prefiller, decoder, other)
+
+
+async def test_a_prompt_longer_than_all_that_may_be_held_gets_through() -> None:
+    """Each block is held until decode has it, and no longer."""
+    async with cluster() as sim:
+        node = sim.add_node("store-0", blocks=32)
+        prefiller, decoder = add_prefiller(sim, slots=96), add_decoder(sim, slots=96)
+        prompt = prompt_of(64 * BLOCK + 1)
+        assert node.index.guards.cap_bytes < 17 * LAYOUT.block_size
+        begun_s = anyio.current_time()
+        got = await disaggregated(prefiller, decoder, prompt, 6, "long")
+        assert got == (reference(prompt, 6), len(prompt))
+        assert prefiller.not_stored == ""
+        assert decoder.model.rows == 6, "decode computed what could not be stored"
+        assert anyio.current_time() - begun_s < 2.0
+        await at_rest(sim, prefiller, decoder)
 
 
 async def test_a_gap_in_the_middle_is_the_only_thing_computed() -> None:

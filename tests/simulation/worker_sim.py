@@ -27,6 +27,7 @@ from kvass.decode.sampler import RowState
 from kvass.decode.schedule import Scheduler
 from kvass.decode.schedule import Sequence as DecodeSequence
 from kvass.decode.stream import TextStream
+from kvass.kvstore.client.holds import unhold
 from kvass.prefill.job import Resolver, Run
 from kvass.prefill.loop import PrefillLoop
 from kvass.prefill.publish import Publisher
@@ -124,12 +125,12 @@ class Decoder:
         def release() -> None:
             self.tasks.start_soon(store.release_hold, name)
 
+        table = BlockTable(self.pool, chain_from(prompt, salt))
         ticket = Ticket(
-            sequence=DecodeSequence(
-                request, BlockTable(self.pool, chain_from(prompt, salt)), list(prompt)
-            ),
+            sequence=DecodeSequence(request, table, list(prompt)),
             row=RowState(request.sampling, request.stop, prompt=prompt, eos_token_ids=()),
             text=TextStream(tokenizer(), prompt, request.stop, frozenset()),
+            on_landed=lambda indices: unhold(store.router, name, table.chain, indices),
             on_pulled=release,
         )
         if not prefill_pending:
