@@ -134,7 +134,7 @@ class WatchedExecutor:
 class NoFetcher:
     """Nothing comes from a store: the loop computes its prompts."""
 
-    async def fetch(self, ticket: object) -> None:
+    async def fetch(self, ticket: object, wake: object) -> None:
         return None
 
 

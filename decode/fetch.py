@@ -47,8 +47,10 @@ class Fetcher:
         self._block_size = block_size
         self._in_flight: dict[bytes, Event] = {}
 
-    async def fetch(self, ticket: Ticket) -> None:
+    async def fetch(self, ticket: Ticket, wake: Callable[[], None]) -> None:
         """Fill the table from the store as far as it has blocks; returns when no more will come.
+        `wake` is called when a block came out of the own pool: its slot is spared, and another
+        request may find room.
 
         The caller keeps the table open meanwhile; after cancellation no transfer into it is left.
         """
@@ -57,7 +59,10 @@ class Fetcher:
         while True:
             is_last_look = ticket.prefill_over.is_set()
             wanted = [index for index in table.missing if index not in failed]
-            wanted = [index for index in wanted if not table.share(index)]
+            lacking = [index for index in wanted if not table.share(index)]
+            if len(lacking) < len(wanted):
+                wake()
+            wanted = lacking
             if not wanted:
                 if is_last_look or not table.missing:
                     return

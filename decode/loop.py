@@ -177,7 +177,7 @@ class DecodeLoop:
         if ticket.is_leaving:
             return  # it left, and was retired, before this task began
         with anyio.CancelScope() as ticket.fetch_scope:
-            await self._fetcher.fetch(ticket)
+            await self._fetcher.fetch(ticket, self.wake)
         ticket.fetch_scope = None
         if ticket.is_leaving:
             self._retire(ticket)

@@ -90,7 +90,7 @@ def a_decode_wake_up_is_lost(patch: pytest.MonkeyPatch) -> None:
 
     async def fetch(loop: DecodeLoop, ticket: Ticket) -> None:
         with anyio.CancelScope() as ticket.fetch_scope:
-            await loop._fetcher.fetch(ticket)
+            await loop._fetcher.fetch(ticket, loop.wake)
         ticket.fetch_scope = None
         if ticket.is_leaving:
             loop._retire(ticket)
