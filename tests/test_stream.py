@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -203,6 +203,7 @@ def test_a_prompt_may_end_anywhere_even_within_a_character(
 
 
 @both
+@example([3960, 96])
 @given(st.lists(st.integers(0, 10_000), max_size=30))
 @settings(max_examples=120, deadline=None)
 def test_any_tokens_at_all_give_the_tokenizer_s_own_text(make: Make, numbers: list[int]) -> None:
@@ -217,8 +218,10 @@ def test_any_tokens_at_all_give_the_tokenizer_s_own_text(make: Make, numbers: li
     tokens = [token for token in tokens if tokenizer.inner.id_to_token(token) != "größe"]
     joined, _, _ = run(TextStream(tokenizer, [], FREE, NO_EOS), tokens)
     expected = tokenizer.decode(tokens)
-    # An answer that ends within a character ends before it.
-    assert joined == expected or joined == expected.removesuffix("\ufffd")
+    # An answer that ends within a character ends before it. Half a surrogate, which is no character
+    # but takes two bytes to be none, is waited for as well.
+    assert expected.startswith(joined)
+    assert expected[len(joined) :] in ("", "\ufffd", "\ufffd\ufffd")
 
 
 def test_a_leading_space_is_dropped_at_the_start_of_all_text_only() -> None:
