@@ -26,6 +26,7 @@ import numpy as np
 import rig
 from kvass.common import event_loop
 from kvass.common.block import BlockLayout
+from kvass.common.collector import spare_what_is_loaded
 from kvass.common.config import ClusterConfig
 from kvass.common.keys import Chain
 from kvass.common.pages import shared_pages
@@ -101,6 +102,7 @@ async def ours(
     plain = Memcpy(rows, layout)
     found, copied, names = Sample(), Sample(), chains(rows)
     slab_bytes = (rows + 2) * size + (64 << 20)
+    spare_what_is_loaded()  # as a worker does
     with process(run_node, config_of(kind, slab_bytes)) as address:
         async with a_client(kind, address, memory, layout) as store:
             for number in range(rounds + 1):

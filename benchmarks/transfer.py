@@ -33,6 +33,7 @@ import rig
 from kvass.common import event_loop
 from kvass.common.block import BlockLayout
 from kvass.common.checksum import Sums
+from kvass.common.collector import spare_what_is_loaded
 from kvass.common.config import ClusterConfig, Config, StoreConfig, TransportConfig
 from kvass.common.keys import Chain, Namespace
 from kvass.common.pool.memory import SlotMemory
@@ -269,6 +270,7 @@ async def measure(
     parts."""
     names = chains(rows)
     memory = SlotMemory(LAYOUT, rows * BLOCKS)
+    spare_what_is_loaded()  # as a worker does
     gets, references, parts = [], [], defaultdict[str, list[float]](list)
     slab_bytes = (rows + 2) * BLOCKS * LAYOUT.block_size + (64 << 20)
     with process(run_node, config_of(kind, slab_bytes)) as address:

@@ -12,6 +12,7 @@ import anyio
 import anyio.abc
 
 from kvass.common import namesakes
+from kvass.common.collector import spare_what_is_loaded
 from kvass.common.config import Config, WorkerConfig
 from kvass.common.costs import Costs
 from kvass.common.executor import ThreadExecutor
@@ -42,6 +43,7 @@ async def open_means(config: Config, worker: WorkerConfig, role: str) -> AsyncIt
     compute = ThreadExecutor("kvass-compute")
     try:
         engine = await compute.run(lambda: open_engine(config, worker, role))
+        spare_what_is_loaded()
         yield Means(engine, compute, Costs(engine.tokens_per_s))
     finally:
         compute.close()

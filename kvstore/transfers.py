@@ -101,7 +101,8 @@ class PlainShape:
 
 
 class Transfers:
-    """Mutable fields: `counts` (what went wrong, by kind), `_puts` (numbers puts).
+    """Mutable fields: `counts` (what went wrong, by kind), `_puts` (numbers puts), `_later` and
+    `_is_more` (what is to be done in the background, once there is a task that does it).
 
     `groups`: the head groups that this process reads and writes; `share` is their bytes in a block,
     from `start` on. What need not be waited for runs in `tasks`, the owner's task group.
@@ -128,6 +129,26 @@ class Transfers:
         self.start = layout.group_offset(groups.start)
         self.share = len(groups) * layout.group_size
         self._puts = itertools.count()
+        self._later: list[Callable[[], Awaitable[None]]] = []
+        self._is_more: anyio.Event | None = None
+
+    def later(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do something in the background. Its task begins when the caller waits for something: to
+        make one takes a fiftieth of a small get."""
+        self._later.append(work)
+        if self._is_more is None:
+            self._is_more = anyio.Event()
+            self.tasks.start_soon(self._do_later)
+        self._is_more.set()
+
+    async def _do_later(self) -> None:
+        while True:
+            assert self._is_more is not None
+            await self._is_more.wait()
+            self._is_more = anyio.Event()
+            works, self._later = self._later, []
+            for work in works:
+                self.tasks.start_soon(work)
 
     def next_put(self) -> str:
         """Return an id that no other put of any process has."""

@@ -40,7 +40,7 @@ def check(copies: Copies, regions: Sequence[Region]) -> None:
             raise Invalid(f"copies.{name}: expected one dimension of uint64, got {array.dtype}")
         if count and (largest := int(np.maximum.reduce(array))) > most:
             raise Invalid(f"copies.{name}: {largest:#x} is over {most:#x}")
-    if not np.logical_and.reduce(copies.sizes):
+    if count and not int(np.minimum.reduce(copies.sizes)):
         raise Invalid("copies.sizes: a range of no bytes")
     inside = within(copies.local, copies.sizes, regions)
     if not np.logical_and.reduce(inside):

@@ -22,7 +22,7 @@ import msgspec
 
 from kvass.common.checksum import Sums
 from kvass.common.errors import DeadlineExceeded, Invalid, Overloaded, Unavailable
-from kvass.common.transport.copies import check, within
+from kvass.common.transport.copies import check
 from kvass.common.transport.identity import Identity
 from kvass.common.transport.peer_process import Own, PeerProcess
 from kvass.common.transport.seam import (
@@ -118,12 +118,10 @@ class LocalTransport:
         peer = self._peers.get(start_id)
         if peer is None:
             raise Unavailable(f"peer {start_id} is not attached")
-        if not within(copies.remote, copies.sizes, peer.regions).all():
-            raise Invalid(f"peer {start_id} has not registered one of the ranges")
         if sums is None:
             sums = Sums.of(len(copies.sizes), 1)
         reading = _Slices(peer, copies, sums, time.monotonic() + deadline_s)
-        in_loop = not self._readings and int(copies.sizes.sum()) <= LOOP_BYTES
+        in_loop = not self._readings and reading.size_bytes <= LOOP_BYTES
         peer.users += 1
         self._readings.add(reading)
         try:
@@ -224,6 +222,11 @@ class _Slices:
         size = MAPPED_SLICE_BYTES if self._reading.is_mapped else SLICE_BYTES
         self._left = deque(self._reading.slices(size))
         self.stopped = False
+
+    @property
+    def size_bytes(self) -> int:
+        """Return how much there is to copy, done or not."""
+        return self._reading.size_bytes
 
     @property
     def is_shared(self) -> bool:

@@ -30,6 +30,7 @@ from kvass.common.checksum import SHORT, Sums, copy_ranges, sum_ranges
 from kvass.common.errors import Invalid, TransferFailed, Unavailable
 from kvass.common.native import library
 from kvass.common.pages import shared_pages
+from kvass.common.transport.copies import within
 from kvass.common.transport.identity import Identity, start_ticks
 from kvass.common.transport.mapped import Mapped
 from kvass.common.transport.seam import AttachRefused, Copies, EndpointCard, Region
@@ -101,13 +102,16 @@ class PeerProcess:
         return self._pidfd < 0 or _is_readable(self._pidfd)
 
     def reading(self, copies: Copies, sums: Sums) -> Reading:
-        """Return what copies ranges of registered memory; `sums` takes their checksums."""
+        """Return what copies ranges of registered memory; `sums` takes their checksums. Raises
+        Invalid for ranges that the peer has not registered."""
         sizes = copies.sizes
         size = int(sizes[0]) if len(sizes) and (sizes == sizes[0]).all() else 0
         for mapped in self._mapped:
             sources = mapped.sources(copies)
             if sources is not None:
                 return Reading(self.card.pid, copies, sources, sums, size, is_mapped=True)
+        if not within(copies.remote, copies.sizes, self.regions).all():
+            raise Invalid(f"{self._who} has not registered one of the ranges")
         return Reading(self.card.pid, copies, copies.remote, sums, size, is_mapped=False)
 
     def read(self, reading: Reading, first: int, stop: int) -> None:
@@ -208,6 +212,10 @@ class Reading:
     sums: Sums
     size: int
     is_mapped: bool
+
+    @property
+    def size_bytes(self) -> int:
+        return self.size * len(self.copies.sizes) or int(self.copies.sizes.sum())
 
     def slices(self, slice_bytes: int) -> Iterator[tuple[int, int]]:
         """Cut the ranges into pieces [first, stop) of about so many bytes, at most RANGES_MAX."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import anyio
 import numpy as np
@@ -108,14 +109,20 @@ class _Batch:
     def _check(self, places: m.Places, addresses: int) -> None:
         """Refuse places that are not of the blocks that were asked for, each once, in order. That
         they are the right blocks' is the node's word: checksums are of bytes, not of names."""
-        count, once = len(places.indices), set(places.indices)
+        count = len(places.indices)
         if (
-            not self.slots.keys() >= once
-            or tuple(sorted(once)) != places.indices
+            not self._are_ours(places.indices)
             or addresses != count
             or len(places.checksums) != count * len(self.transfers.groups)
         ):
             raise self.link.wrong("places of other blocks than were asked for, or not whole")
+
+    def _are_ours(self, indices: tuple[int, ...]) -> bool:
+        """Whether these are of the blocks that were asked for, each once, in order."""
+        if indices == tuple(self.slots):  # all of them, as a rule
+            return True
+        once = set(indices)
+        return self.slots.keys() >= once and tuple(sorted(once)) == indices
 
     def _announced(self, places: m.Places) -> Words:
         """Return the checksums uint64 [blocks, groups] that the node has of the blocks."""
@@ -140,9 +147,9 @@ class _Batch:
         try:
             await self._read_leased(lease, start_id)
         finally:
-            suspects = tuple(self.chain.key(index) for index in self.wrong)
+            suspects = tuple([self.chain.key(index) for index in self.wrong])
             request_end = m.GetEnd(lease_id=lease.lease_id, corrupt=suspects)
-            transfers.tasks.start_soon(self._end, request_end)
+            transfers.later(partial(self._end, request_end))
 
     async def _end(self, request: m.GetEnd) -> None:
         """End a lease, in the background: what was checked is right, held or not, and what was not

@@ -204,11 +204,13 @@ class Index:
         `length_s` overrides the measured length: the node's own transfers have a deadline.
         """
         self.expire(now_s)
-        found = [entry for key in keys if (entry := self.ledger.visible(key)) is not None]
         entries = [
-            each
-            for each in found
-            if each.header.length == size_bytes and each.head_groups == head_groups
+            entry
+            for entry in map(self.ledger.entries.get, keys)
+            if entry is not None
+            and entry.state == "visible"
+            and entry.header.length == size_bytes
+            and entry.head_groups == head_groups
         ]
         if not entries:
             return None

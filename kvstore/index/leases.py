@@ -67,8 +67,7 @@ class Leases:
         lease_id = f"{self._epoch}-{self._count}"
         keys = [entry.header.key for entry in taken]
         lease = Lease(lease_id, taken, keys, now_s, length_s, now_s + length_s, size_bytes)
-        for entry in taken:
-            self._ledger.lease(entry)
+        self._ledger.lease(taken)
         self._leases[lease_id] = lease
         self._deadlines.add(lease_id, lease.ends_s)
         return lease

@@ -13,7 +13,7 @@ Every slot in use is charged to its block's tenant (`shares.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import msgspec
@@ -188,10 +188,11 @@ class Ledger:
         """Note that these blocks of one chain were asked for."""
         self.shares.touch(keys, self._tenant_of)
 
-    def lease(self, entry: Entry) -> None:
-        """Keep a visible block's bytes where they are."""
-        assert entry.state == "visible"
-        entry.leases += 1
+    def lease(self, entries: Iterable[Entry]) -> None:
+        """Keep visible blocks' bytes where they are."""
+        for entry in entries:
+            assert entry.state == "visible"
+            entry.leases += 1
 
     def unlease(self, entry: Entry) -> None:
         """End one lease of a block."""

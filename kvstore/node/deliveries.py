@@ -112,6 +112,8 @@ class Deliveries:
     def addresses(self, entries: Iterable[Entry], first_group: int) -> list[int]:
         """Return where the blocks' head group starts in this process's memory."""
         base = self._slab.address
+        if not first_group:
+            return [base + each.slot.offset for each in entries]
         return [base + each.slot.offset + first_group * each.group_size for each in entries]
 
     async def write(

@@ -67,7 +67,7 @@ class Scrubber:
         entry = index.ledger.visible(key)
         if entry is None:
             return 0
-        index.ledger.lease(entry)
+        index.ledger.lease([entry])
         try:
             right = await self.state.deliveries.is_right(entry)
         finally:

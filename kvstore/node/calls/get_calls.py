@@ -146,7 +146,7 @@ class GetCalls:
             entry = index.ledger.visible(key)
             if entry is None:
                 continue
-            index.ledger.lease(entry)
+            index.ledger.lease([entry])
             try:
                 right = await self._state.deliveries.is_right(entry)
             finally:

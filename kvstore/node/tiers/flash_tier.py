@@ -138,7 +138,7 @@ class FlashTier:
             if self._is_aside() or self._state.now_s() < self._writes_again_s:
                 self.counts["refused"] += 1
             elif not self._log.catalog.find([key])[0]:
-                ledger.lease(entry)
+                ledger.lease([entry])
                 entries.append(entry)
                 size += entry.header.length
         return entries

@@ -180,7 +180,7 @@ class Uploads:
         ledger = self._state.index.ledger
         headers = [entry.header for entry in entries]
         for entry in entries:
-            ledger.lease(entry)
+            ledger.lease([entry])
         views = [self._slab.view[e.slot.offset : e.slot.offset + e.header.length] for e in entries]
         try:
             return await self._executor.run(lambda: packed(name, headers, views))
