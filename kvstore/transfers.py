@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import anyio
 import anyio.abc
@@ -129,10 +129,10 @@ class Transfers:
         self.start = layout.group_offset(groups.start)
         self.share = len(groups) * layout.group_size
         self._puts = itertools.count()
-        self._later: list[Callable[[], Awaitable[None]]] = []
+        self._later: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._is_more: anyio.Event | None = None
 
-    def later(self, work: Callable[[], Awaitable[None]]) -> None:
+    def later(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Do something in the background. Its task begins when the caller waits for something: to
         make one takes a fiftieth of a small get."""
         self._later.append(work)
