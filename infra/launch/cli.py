@@ -283,8 +283,8 @@ def status(
     """Show the members of a running cluster, as its gateway sees them."""
     if node and url:
         raise Invalid("status: give --node, which asks no gateway, or --url, not both")
-    loaded = configuration.load(config, _overrides(settings))
-    asked = url or f"127.0.0.1:{port or loaded.gateway.port}"
+    loaded = configuration.load(config, _overrides(settings, gateway__port=port))
+    asked = url or f"127.0.0.1:{loaded.gateway.port}"
     if store or node:
         sys.exit(show_store(asked, node or [], loaded, Console(), as_json=as_json))
     sys.exit(show_status(asked, Console(), as_json=as_json))
@@ -316,8 +316,8 @@ def drain(
     """
     if force and cancel:
         raise Invalid("drain: give --force or --cancel, not both")
-    loaded = configuration.load(config, _overrides(settings))
-    asked = url or f"127.0.0.1:{port or loaded.gateway.port}"
+    loaded = configuration.load(config, _overrides(settings, gateway__port=port))
+    asked = url or f"127.0.0.1:{loaded.gateway.port}"
     how: DrainHow = "force" if force else "cancel" if cancel else "begin"
     sys.exit(drain_node(loaded, asked, store_node, how, Console()))
 
@@ -364,8 +364,8 @@ def drop(
     nothing had the name, or when somebody could not be told.
     """
     which = chosen(tenant, namespace, writer)
-    loaded = configuration.load(config, _overrides(settings))
-    asked = url or f"127.0.0.1:{port or loaded.gateway.port}"
+    loaded = configuration.load(config, _overrides(settings, gateway__port=port))
+    asked = url or f"127.0.0.1:{loaded.gateway.port}"
     erase = partial(drop_blocks, loaded, asked, which, Console(), pools=pools)
     sys.exit(anyio.run(erase))
 
