@@ -176,6 +176,17 @@ async def test_a_bug_costs_the_call_that_met_it_and_is_logged(
 
 
 @pytest.mark.parametrize("later", ["", LATER])
+async def test_a_bug_after_an_answer_costs_nobody_and_is_logged(
+    caplog: pytest.LogCaptureFixture, later: str
+) -> None:
+    async with serving() as worker, connected(worker) as (client, _):
+        assert await over(client, "bug after" + later) == wire.Done()
+        assert await over(client, "quick") == wire.Done()
+        assert "what follows PrefillOver met a bug" in caplog.text
+        assert worker.noted == ["quick"]
+
+
+@pytest.mark.parametrize("later", ["", LATER])
 async def test_a_broken_invariant_ends_the_server(later: str) -> None:
     with pytest.raises(ExceptionGroup) as caught:
         async with serving() as worker, connected(worker) as (client, _):

@@ -71,7 +71,12 @@ class Call:
             await self.fail(too_large)
             return
         for rest in self._rest:
-            rest()
+            try:
+                rest()
+            except Exception as error:  # the caller has its answer: this is nobody's failure
+                if errors.breaks_an_invariant(error):
+                    raise
+                _log.exception("what follows %s met a bug", type(self.request).__name__)
 
     async def fail(self, error: errors.KvassError) -> None:
         """Say why there is no answer."""
