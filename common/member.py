@@ -310,7 +310,7 @@ class Member:
             self._seal.open(topic, payload, type(None))
             self._echoed.set()
         elif about is None:
-            return  # another cluster's: amqtt greets everybody with all that it has retained
+            return  # another cluster's: amqtt alone greets everybody with all that it has retained
         elif about.kind == "load":
             number, load = self._seal.open(topic, payload, wire.Facts)
             if self._seal.step(topic, number) <= 0:

@@ -37,11 +37,42 @@ class _Subscriptions(dict[str, Any]):
         return list(super().items())
 
 
-class _Broker(Broker):  # type: ignore[misc]  # amqtt has no types
-    """Leaves no connection open.
+class _LastWords:
+    """Lets a connection end only when all that came on it is taken in.
 
-    amqtt forgets some: of a peer that left before it had said a word of MQTT, of one that was
-    killed while the broker ended. Mutable field: `_open`, the connections being served.
+    It stands between a connection's handler and the loop of amqtt that asks it for messages and for
+    the end. Mutable field: `_asked`, set while that loop waits for a message.
+    """
+
+    def __init__(self, handler: Any, said: asyncio.Queue[Any]) -> None:
+        self._said = said
+        self._asked = asyncio.Event()
+        self._next, self._end = handler.mqtt_deliver_next_message, handler.wait_disconnect
+        handler.mqtt_deliver_next_message, handler.wait_disconnect = self._deliver, self._wait
+
+    async def _deliver(self) -> Any:
+        self._asked.set()
+        message = await self._next()
+        self._asked.clear()
+        return message
+
+    async def _wait(self) -> Any:
+        end = await self._end()
+        while not (self._asked.is_set() and self._said.empty()):
+            await asyncio.sleep(0)  # whoever asked takes it in the next turn
+            await self._asked.wait()
+        return end
+
+
+class _Broker(Broker):  # type: ignore[misc]  # amqtt has no types
+    """Tells everybody the last that was said on a topic, and leaves no connection open.
+
+    amqtt greets whoever connects with what is retained for the subscriptions of all others. If that
+    is cleared before the newcomer has subscribed itself, nobody ever tells it so. And it ends a
+    client at once, though messages of its still wait: what it said last is lost after a goodbye,
+    and comes after its last will if it died, and stays. Of connections it forgets those of a peer
+    that left before it had said a word of MQTT, and of one that was killed while the broker ended.
+    Mutable field: `_open`, the connections being served.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -58,6 +89,17 @@ class _Broker(Broker):  # type: ignore[misc]  # amqtt has no types
         finally:
             self._open.discard(writer)
             writer.close()
+
+    async def _publish_retained_messages_for_subscription(
+        self, subscription: tuple[str, int], session: Any
+    ) -> None:
+        subscribers = self._subscriptions.get(subscription[0], [])
+        if any(each.client_id == session.client_id for each, _ in subscribers):
+            await super()._publish_retained_messages_for_subscription(subscription, session)
+
+    async def _client_message_loop(self, client_session: Any, handler: Any) -> None:
+        _LastWords(handler, client_session.delivered_message_queue)
+        await super()._client_message_loop(client_session, handler)
 
     async def close_rest(self) -> None:
         """Close what a shutdown left open; a connection's end is its loop's next turn."""
