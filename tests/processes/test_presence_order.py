@@ -143,3 +143,38 @@ async def test_the_last_words_of_a_client_come_before_its_end(
         await asyncio.sleep(0.05)  # whatever it does after that
         kept = {topic: bytes(each.data) for topic, each in brokers[0].retained_messages.items()}
         assert kept == ({"t": b"3"} if ends_by == "goodbye" else {})
+
+
+async def test_a_retained_message_that_comes_after_the_will_is_not_news(
+    brokers: list[Broker],
+) -> None:
+    """Brokers of several threads or hosts send what is retained beside what is said meanwhile."""
+    address = free_broker()
+    async with run_broker(address), member(address, "gateway", "g") as watcher:
+        (_, sending), *_ = brokers[0].sessions.values()
+        presence, later = (SEAL.close(TOPIC, DEAD) for _ in range(2))
+        marker = bus.Topics("local").presence("decode", "decode-9", "marker")
+        refused = watcher._metrics.messages_refused
+
+        async def sent(topic: str, payload: bytes, *, retain: bool) -> None:
+            """Send it, and wait until it is heard: garbage that follows is counted."""
+            count = refused._value.get()
+            await sending.mqtt_publish(topic, payload, 0, retain=retain)
+            await sending.mqtt_publish(marker, b"\xc1", 0, retain=False)
+            await until(lambda: refused._value.get() > count, within_s=2)
+
+        await sent(TOPIC, b"", retain=False)
+        await sent(TOPIC, presence, retain=True)
+        assert "dead" not in watcher.table
+        await sent(TOPIC, presence, retain=False)
+        assert "dead" in watcher.table, "it was taken for dead and said that it is not"
+        await sent(TOPIC, later, retain=True)
+        assert "dead" in watcher.table
+
+
+def test_few_cleared_topics_are_remembered() -> None:
+    cleared = bus.Cleared()
+    topics = [str(number) for number in range(bus.CLEARED_MAX + 1)]
+    for topic in topics:
+        assert not cleared.is_old(topic, b"", is_retained=False)
+    assert [each for each in topics if not cleared.is_old(each, b"p", is_retained=True)] == ["0"]
