@@ -6,6 +6,7 @@ import anyio
 import anyio.abc
 
 from kvass.common import errors
+from kvass.common.rpc import sockets
 from kvass.common.rpc.client import Client, open_client
 from kvass.common.rpc.credentials import Credentials
 from kvass.common.rpc.frames import Connection
@@ -57,6 +58,6 @@ async def _dial(address: str) -> Connection:
     host, _, port = address.rpartition(":")
     try:
         with anyio.fail_after(HELLO_TIMEOUT_S):
-            return await anyio.connect_tcp(host, int(port))
+            return await sockets.dial(host, int(port))
     except (OSError, TimeoutError, ValueError) as error:
         raise errors.Unavailable(f"cannot connect to {address}: {error}") from None

@@ -11,15 +11,18 @@ from collections.abc import Callable, Mapping
 from typing import Annotated
 
 import anyio
-import anyio.abc
+import anyio.lowlevel
 import msgspec
 from msgspec import Meta
 
 from kvass.common import errors, wire
+from kvass.common.rpc.sockets import Connection, SocketStream
 
 _LENGTH = struct.Struct("<I")
 # A peer that takes nothing for so long hangs: its connection is given up, its callers go elsewhere.
 SEND_TIMEOUT_S = 5.0
+# Taken one after the other out of what has come; then others have their turn.
+FRAMES_A_TURN = 16
 
 # Of a peer that has proved nothing yet: a hello is under 1 KB.
 HELLO_BYTES_MAX = 64 << 10
@@ -30,7 +33,6 @@ _TLS_RECORDS = (b"\x15\x03", b"\x16\x03")  # alert, handshake; then a version of
 
 CALL, REPLY, ITEM, END, ERROR, CANCEL, HELLO, PROOF = range(8)
 
-Connection = anyio.abc.ByteStream
 # How a connection ends that nobody ended on purpose. (TimeoutError is an OSError.)
 LOST = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
 
@@ -91,30 +93,42 @@ async def _receive_exactly(stream: Connection, size: int, rest: bytearray) -> by
 
 
 class Frames:
-    """Frames over a byte stream; one writer at a time. Mutable fields: `_rest`, and `bytes_max`, of
-    a frame that comes: little until the peer has proved who it is (`hello.py`)."""
+    """Frames over a byte stream; one writer at a time. Mutable fields: `_rest`, `_taken` (frames
+    since the loop's last turn), and `bytes_max`, of a frame that comes: little until the peer has
+    proved who it is (`hello.py`)."""
 
     def __init__(self, stream: Connection) -> None:
         self.stream = stream
         self.bytes_max = HELLO_BYTES_MAX
         self._rest = bytearray()
+        self._taken = 0
         self._lock = anyio.Lock(fast_acquire=True)
 
     async def send(self, kind: int, call_id: int, body: object) -> None:
+        """Send a frame; waits, and lets the loop turn, only where the connection must."""
         packed = wire.pack([kind, call_id, body])
         if len(packed) > wire.FRAME_BYTES_MAX:
             raise errors.Invalid(
                 f"a frame of {len(packed)} bytes is over the limit of {wire.FRAME_BYTES_MAX}"
             )
+        frame = _LENGTH.pack(len(packed)) + packed
+        stream = self.stream
+        if isinstance(stream, SocketStream) and not self._lock.locked() and stream.send_now(frame):
+            return
         async with self._lock:
             # Shielded: half a frame would make the rest of the connection unreadable.
             with anyio.move_on_after(SEND_TIMEOUT_S, shield=True) as scope:
-                await self.stream.send(_LENGTH.pack(len(packed)) + packed)
+                await stream.send(frame)
             if scope.cancelled_caught:
-                await anyio.aclose_forcefully(self.stream)
+                await anyio.aclose_forcefully(stream)
                 raise anyio.BrokenResourceError
 
     async def receive(self) -> tuple[int, int, object]:
+        """Return the next frame's kind, call id and body."""
+        self._taken += 1
+        if self._taken >= FRAMES_A_TURN:
+            self._taken = 0
+            await anyio.lowlevel.checkpoint()
         head = await _receive_exactly(self.stream, 4, self._rest)
         (size,) = _LENGTH.unpack(head)
         if size > self.bytes_max:

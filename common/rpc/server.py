@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import anyio
 import anyio.abc
+import anyio.lowlevel
 
 from kvass.common import errors
 from kvass.common.addresses import address_named
@@ -31,6 +32,7 @@ from kvass.common.rpc.frames import (
     pack_error,
 )
 from kvass.common.rpc.hello import Hello
+from kvass.common.rpc.sockets import open_listener
 from kvass.common.rpc.tls import reason_of
 from kvass.common.wire import Message, Tags
 
@@ -56,6 +58,7 @@ class Call:
 
     async def send(self, message: Message) -> None:
         """Add one message to the answer's stream."""
+        await anyio.lowlevel.checkpoint()  # whoever streams on and on may be cancelled here
         await self._frames.send(ITEM, self._call_id, message)
 
     def after(self, rest: Callable[[], None]) -> None:
@@ -287,6 +290,6 @@ async def listen(host: str, port: int = 0) -> tuple[Any, str]:
     Raises Invalid, with the address named, when this process cannot listen there.
     """
     with address_named(host, port):
-        listener = await anyio.create_tcp_listener(local_host=host, local_port=port)
+        listener = await open_listener(host, port)
     bound = listener.extra(anyio.abc.SocketAttribute.local_address)
     return listener, f"{bound[0]}:{bound[1]}"
