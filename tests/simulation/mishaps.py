@@ -9,6 +9,7 @@ import anyio
 
 from kvass.common.errors import KvassError
 from kvass.common.keys import Chain
+from kvass.decode.loop import DecodeLoop
 from kvass.kvstore import messages as m
 from kvass.kvstore.client.store import StoreClient
 from kvass.kvstore.erasure import Criteria
@@ -22,6 +23,7 @@ from wires import Wire
 
 LOOK_S = 0.004  # between two looks whether something is being read
 CROWD_S = 0.02  # between two of a crowd
+AIM_S = 2.0  # a kill is late by so much at most
 DRAIN_S = 8 * DRAIN_IDLE_S  # of a drain whose blocks go one by one, to a node that hangs at times
 
 
@@ -204,6 +206,9 @@ class Mishaps:
             await anyio.sleep(mishap.lasts_s)
             self._hang(life, False)
         else:
+            await _busy(life)
+            if not life.alive:
+                return
             self._kill(life)
             await anyio.sleep(mishap.lasts_s)
             await self._members.start_worker(life.member)
@@ -226,6 +231,20 @@ class Mishaps:
     async def _gone(self, start_id: str) -> None:
         await anyio.sleep(6.0 * self._members.rng.random())
         self._members.view.table.saw_gone(start_id)
+
+
+async def _busy(life: Life) -> None:
+    """Wait for a while until a worker has something to lose: decode, a stream that has begun."""
+
+    def has_begun() -> bool:
+        if isinstance(life.loop, DecodeLoop):
+            there = life.loop.scheduler.admitted
+            return any(len(each.tokens) > each.request.prompt_length + 1 for each in there)
+        return bool(life.load()["running"])
+
+    with anyio.move_on_after(AIM_S):
+        while life.alive and not has_begun():
+            await anyio.sleep(LOOK_S)
 
 
 def _cut(wires: list[Wire]) -> None:
