@@ -39,6 +39,7 @@ from kvass.common.keys import Chain, Namespace
 from kvass.common.pool.memory import SlotMemory
 from kvass.common.rpc.credentials import credentials_of
 from kvass.common.rpc.hello import Hello
+from kvass.common.transport.copies import check
 from kvass.common.transport.identity import own_identity
 from kvass.common.transport.local import LocalTransport
 from kvass.common.transport.peer_process import PeerProcess
@@ -147,7 +148,7 @@ class Memcpy:
     def copy_s(self, target: SlotMemory, row: int) -> float:
         source = self._source
         slots = range(row * self._blocks, (row + 1) * self._blocks)
-        pairs = [(target.address_of(slot), source.address_of(slot)) for slot in slots]
+        pairs = list(zip(*(m.addresses(slots).tolist() for m in (target, source)), strict=True))
         started_s = time.perf_counter()
         for to, of in pairs:
             ctypes.memmove(to, of, self._size)
@@ -163,11 +164,13 @@ def alone_s(rows: int, rounds: int) -> list[float]:
         peer = PeerProcess(card)
         for number in range(rounds * rows):
             slots = range(number % rows * BLOCKS, (number % rows + 1) * BLOCKS)
-            local = [target.address_of(slot) for slot in slots]
+            local = target.addresses(slots)
             remote = [address + slot * LAYOUT.block_size for slot in slots]
             sizes = [LAYOUT.block_size] * BLOCKS
             ranges = (np.array(values, dtype=np.uint64) for values in (local, remote, sizes))
-            reading = peer.reading(Copies(*ranges), Sums.of(BLOCKS, LAYOUT.head_groups))
+            copies = Copies(*ranges)
+            bounds = check(copies, [target.region])
+            reading = peer.reading(copies, bounds, Sums.of(BLOCKS, LAYOUT.head_groups))
             started_s = time.perf_counter()
             peer.read(reading, 0, BLOCKS)
             times_s.append(time.perf_counter() - started_s)

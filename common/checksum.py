@@ -60,14 +60,14 @@ def sums(
     return tuple(sum_ranges([array.ctypes.data], group_size, groups)[0].tolist())
 
 
-def sum_ranges(addresses: Sequence[int], group_size: int, groups: int) -> Words:
+def sum_ranges(addresses: Sequence[int] | Words, group_size: int, groups: int) -> Words:
     """Return the checksums uint64 [ranges, groups] of own memory; blocking, without the interpreter
     lock. The caller keeps the memory."""
     sources = np.array(addresses, dtype=np.uint64)
     values = np.empty((len(sources), groups), dtype=np.uint64)
     compiled = _compiled()
     if compiled is None or group_size <= SHORT:
-        for place, address in enumerate(addresses):
+        for place, address in enumerate(sources.tolist()):
             values[place] = _sums_at(address, group_size, groups)
     else:
         compiled.sum(len(sources), sources.ctypes.data, group_size, groups, values.ctypes.data)
@@ -99,11 +99,6 @@ def copy_ranges(
             into.values.ctypes.data + places * into.groups,
         )
     into.whole[first:stop] = True
-
-
-def rows(flat: Sequence[int], width: int) -> list[tuple[int, ...]]:
-    """Cut checksums that travelled as one list into one tuple a block."""
-    return [tuple(flat[start : start + width]) for start in range(0, len(flat), width)]
 
 
 def _sums_at(address: int, group_size: int, groups: int) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from msgspec import Meta
 from kvass.common.errors import Invalid
 from kvass.common.keys import KEY_BYTES
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 # A prompt of 131,072 tokens is 0.6 MB of msgpack, and the largest `lookup` 4.7 MB.
 FRAME_BYTES_MAX = 8 << 20
 ITEMS_MAX = 1 << 20

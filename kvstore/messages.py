@@ -19,7 +19,7 @@ from msgspec import Meta
 from kvass.common.transport.route import Way
 from kvass.common.transport.seam import EndpointCard, Loan
 from kvass.common.wire import KEYS_MAX as KEYS_MAX
-from kvass.common.wire import Done, Key, Message, Name, Natural, Range, Request, Seconds, Unsigned
+from kvass.common.wire import Done, Key, Message, Name, Natural, Range, Request, Seconds
 from kvass.common.wire import Ranges as Ranges
 from kvass.kvstore.erasure import ErasureId
 from kvass.kvstore.erasure import Exchange as Exchange
@@ -32,10 +32,10 @@ from kvass.kvstore.spans import Span as Span
 from kvass.kvstore.spans import Spans as Spans
 from kvass.kvstore.spans import named as named
 from kvass.kvstore.spans import spans_of as spans_of
+from kvass.kvstore.words import WORD_BYTES
 
 PutId = Annotated[str, Meta(min_length=1, max_length=256)]
 Count = Annotated[int, Meta(ge=0, le=1 << 40)]
-Address = Annotated[int, Meta(ge=0, lt=1 << 56)]  # user space ends there, with five page levels
 LeaseId = Annotated[str, Meta(max_length=256)]
 Hot = tuple[Key, Annotated[int, Meta(ge=2, le=1_024)]]  # segment key, copies
 
@@ -46,8 +46,9 @@ TENANTS_SHOWN = 32  # by one node, in stats and metrics: the largest ones
 CHECKSUMS_MAX = 1 << 16  # of one call: 64 groups of the most blocks
 
 Indices = Annotated[tuple[Index, ...], Meta(max_length=BLOCKS_MAX)]
-Addresses = Annotated[tuple[Address, ...], Meta(max_length=BLOCKS_MAX)]
-Checksums = Annotated[tuple[Unsigned, ...], Meta(max_length=CHECKSUMS_MAX)]
+# Words (`words.py`): hundreds a message, at which nobody looks one by one.
+Addresses = Annotated[bytes, Meta(max_length=WORD_BYTES * BLOCKS_MAX)]
+Checksums = Annotated[bytes, Meta(max_length=WORD_BYTES * CHECKSUMS_MAX)]
 
 
 class LoanCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -178,7 +179,7 @@ class PutBegin(Request[PutPlaces], frozen=True, tag="put_begin"):
     groups: Range
     deadline_s: Seconds
     hold_owner: Name = ""
-    addresses: Addresses = ()
+    addresses: Addresses = b""
 
 
 class PutStored(Message, frozen=True, tag="put_stored"):

@@ -19,7 +19,7 @@ import anyio.lowlevel
 import numpy as np
 from numpy.typing import NDArray
 
-from kvass.common.checksum import sum_ranges
+from kvass.common.checksum import Words, sum_ranges
 from kvass.common.errors import KvassError
 from kvass.common.executor import Executor
 from kvass.common.transport.endpoints import Endpoints
@@ -60,7 +60,7 @@ class BlockMemory(Protocol):
     @property
     def array(self) -> Slots: ...
 
-    def address_of(self, slot: int) -> int: ...
+    def addresses(self, slots: Sequence[int], /) -> Words: ...
 
 
 class OwnMemory(BlockMemory, Protocol):
@@ -154,25 +154,25 @@ class Transfers:
         """Return an id that no other put of any process has."""
         return f"{self.endpoints.identity.start_id}-{next(self._puts)}"
 
-    def places(self, slots: Sequence[int]) -> list[int]:
+    def places(self, slots: Sequence[int]) -> Words:
         """Return the addresses where the share of a block starts in each slot."""
-        return [self.memory.address_of(slot) + self.start for slot in slots]
+        addresses = self.memory.addresses(slots)
+        return addresses + np.uint64(self.start) if self.start else addresses
 
-    def sums(self, slots: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return the checksums of each slot's share. Blocking: run it in the executor."""
-        values = sum_ranges(self.places(slots), self.group_size, len(self.groups))
-        return list(map(tuple, values.tolist()))
+    def _sums(self, places: Words) -> Words:
+        return sum_ranges(places, self.group_size, len(self.groups))
 
-    async def hashed(self, slots: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return the checksums of each slot's share: few bytes are hashed in the event loop, which
-        has its turn in between, since waking a thread would take as long."""
-        if len(slots) * self.share > HASH_BYTES:
-            return await self.executor.run(lambda: self.sums(slots))
+    async def hashed(self, places: Words) -> Words:
+        """Return the checksums, uint64 [places, groups], of each place's share: few bytes are
+        hashed in the event loop, which has its turn in between, since waking a thread would take as
+        long."""
+        if len(places) * self.share > HASH_BYTES:
+            return await self.executor.run(lambda: self._sums(places))
         found, count = [], max(1, TURN_BYTES // self.share)
-        for first in range(0, len(slots), count):
+        for first in range(0, len(places), count):
             await anyio.lowlevel.checkpoint()
-            found += self.sums(slots[first : first + count])
-        return found
+            found.append(self._sums(places[first : first + count]))
+        return np.concatenate(found)
 
     async def in_lanes(
         self,

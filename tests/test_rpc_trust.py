@@ -37,7 +37,7 @@ def greeting(**changes: object) -> dict[str, object]:
     return {"hello": wire.unpack(wire.pack(hello("gateway"))), "nonce": NONCE} | changes
 
 
-async def refused(stream: frames.Connection) -> str:
+async def refused(stream: anyio.abc.ByteStream) -> str:
     """Return the reason that an answering side gives for the end of a connection."""
     talk = frames.Frames(stream)
     with anyio.fail_after(5):

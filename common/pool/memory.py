@@ -7,7 +7,7 @@ gathers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -49,10 +49,12 @@ class SlotMemory:
         """Return what transports register."""
         return self._pages.region
 
-    def address_of(self, slot: int) -> int:
-        """Return the absolute address of a slot's first byte."""
-        assert 0 <= slot < self.slots, slot
-        return self.address + slot * self.slot_size
+    def addresses(self, slots: Sequence[int]) -> NDArray[np.uint64]:
+        """Return the absolute addresses, uint64 [len(slots)], of the slots' first bytes."""
+        assert not slots or (min(slots) >= 0 and max(slots) < self.slots), slots
+        return np.array(slots, dtype=np.uint64) * np.uint64(self.slot_size) + np.uint64(
+            self.address
+        )
 
     def close(self) -> None:
         """Give the pages back to the machine now; the address range goes with the last view of it.

@@ -21,12 +21,12 @@ from kvass.common.rpc.frames import (
     LOST,
     REPLY,
     TLS_REMEDY,
-    Connection,
     Frames,
     pack_error,
     unpack_error,
 )
 from kvass.common.rpc.hello import Hello
+from kvass.common.rpc.sockets import Connection
 from kvass.common.rpc.tls import reason_of
 from kvass.common.wire import Message, Request, Tags
 

@@ -9,8 +9,8 @@ from kvass.common import errors
 from kvass.common.rpc import sockets
 from kvass.common.rpc.client import Client, open_client
 from kvass.common.rpc.credentials import Credentials
-from kvass.common.rpc.frames import Connection
 from kvass.common.rpc.hello import HELLO_TIMEOUT_S, Hello
+from kvass.common.rpc.sockets import Connection
 from kvass.common.wire import Tags
 
 

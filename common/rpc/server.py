@@ -27,12 +27,11 @@ from kvass.common.rpc.frames import (
     ITEM,
     LOST,
     REPLY,
-    Connection,
     Frames,
     pack_error,
 )
 from kvass.common.rpc.hello import Hello
-from kvass.common.rpc.sockets import open_listener
+from kvass.common.rpc.sockets import Connection, open_listener
 from kvass.common.rpc.tls import reason_of
 from kvass.common.wire import Message, Tags
 

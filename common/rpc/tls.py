@@ -15,7 +15,8 @@ from anyio.streams.tls import TLSStream
 
 from kvass.common.config import ClusterConfig
 from kvass.common.errors import Invalid
-from kvass.common.rpc.frames import TLS_REMEDY, Connection
+from kvass.common.rpc.frames import TLS_REMEDY
+from kvass.common.rpc.sockets import Connection
 
 _STEPS_MAX = 16  # of a rehearsal; a handshake takes four
 

@@ -7,6 +7,7 @@ sum never overflows, and what is local lies inside one registered region.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +22,30 @@ _ADDRESS_MAX = 1 << 56  # user space ends below, also with five-level page table
 _SIZE_MAX = 1 << 40
 
 
-def check(copies: Copies, regions: Sequence[Region]) -> None:
-    """Raise Invalid unless `copies` is well-formed and its local side is registered memory."""
+class Bounds(NamedTuple):
+    """The least and the largest of each of a `Copies`' values; zeros of one that is empty."""
+
+    local: tuple[int, int]
+    remote: tuple[int, int]
+    sizes: tuple[int, int]
+
+    @property
+    def size(self) -> int:
+        """Return the size of each range; 0 where they differ."""
+        least, largest = self.sizes
+        return least if least == largest else 0
+
+    def inside(self, addresses: tuple[int, int], region: Region) -> bool:
+        """Whether ranges from these `addresses` on are inside a region, as surely as bounds tell:
+        it may be so where this is False."""
+        least, largest = addresses
+        end = region.address + region.size
+        return region.address <= least and largest + self.sizes[1] <= end
+
+
+def check(copies: Copies, regions: Sequence[Region]) -> Bounds:
+    """Return what `copies` lies between; raises Invalid unless it is well-formed and its local side
+    is registered memory."""
     count = len(copies.sizes)
     if not count == len(copies.local) == len(copies.remote):
         raise Invalid(
@@ -31,21 +54,30 @@ def check(copies: Copies, regions: Sequence[Region]) -> None:
         )
     if count > RANGES_MAX:
         raise Invalid(f"copies: {count} ranges in one call; at most {RANGES_MAX}")
-    for name, array, most in (
-        ("local", copies.local, _ADDRESS_MAX),
-        ("remote", copies.remote, _ADDRESS_MAX),
-        ("sizes", copies.sizes, _SIZE_MAX),
-    ):
-        if array.dtype != np.uint64 or array.ndim != 1:
-            raise Invalid(f"copies.{name}: expected one dimension of uint64, got {array.dtype}")
-        if count and (largest := int(np.maximum.reduce(array))) > most:
-            raise Invalid(f"copies.{name}: {largest:#x} is over {most:#x}")
-    if count and not int(np.minimum.reduce(copies.sizes)):
+    bounds = Bounds(
+        _bounds("local", copies.local, _ADDRESS_MAX),
+        _bounds("remote", copies.remote, _ADDRESS_MAX),
+        _bounds("sizes", copies.sizes, _SIZE_MAX),
+    )
+    if count and not bounds.sizes[0]:
         raise Invalid("copies.sizes: a range of no bytes")
-    inside = within(copies.local, copies.sizes, regions)
-    if not np.logical_and.reduce(inside):
-        address = int(copies.local[int(inside.argmin())])
-        raise Invalid(f"copies.local: {address:#x} is not inside registered memory")
+    if not any(bounds.inside(bounds.local, region) for region in regions):
+        inside = within(copies.local, copies.sizes, regions)
+        if not inside.all():
+            address = int(copies.local[int(inside.argmin())])
+            raise Invalid(f"copies.local: {address:#x} is not inside registered memory")
+    return bounds
+
+
+def _bounds(name: str, array: NDArray[np.uint64], most: int) -> tuple[int, int]:
+    if array.dtype != np.uint64 or array.ndim != 1:
+        raise Invalid(f"copies.{name}: expected one dimension of uint64, got {array.dtype}")
+    if not len(array):
+        return 0, 0
+    largest = int(np.maximum.reduce(array))
+    if largest > most:
+        raise Invalid(f"copies.{name}: {largest:#x} is over {most:#x}")
+    return int(np.minimum.reduce(array)), largest
 
 
 def within(

@@ -22,7 +22,7 @@ import msgspec
 
 from kvass.common.checksum import Sums
 from kvass.common.errors import DeadlineExceeded, Invalid, Overloaded, Unavailable
-from kvass.common.transport.copies import check
+from kvass.common.transport.copies import Bounds, check
 from kvass.common.transport.identity import Identity
 from kvass.common.transport.peer_process import Own, PeerProcess
 from kvass.common.transport.seam import (
@@ -112,7 +112,7 @@ class LocalTransport:
         sums: Sums | None = None,
     ) -> None:
         """Copy from an attached peer into own registered memory."""
-        check(copies, self._regions)
+        bounds = check(copies, self._regions)
         if self._is_closed:
             raise Unavailable("the transport of this process was closed")
         peer = self._peers.get(start_id)
@@ -120,7 +120,7 @@ class LocalTransport:
             raise Unavailable(f"peer {start_id} is not attached")
         if sums is None:
             sums = Sums.of(len(copies.sizes), 1)
-        reading = _Slices(peer, copies, sums, time.monotonic() + deadline_s)
+        reading = _Slices(peer, copies, bounds, sums, time.monotonic() + deadline_s)
         in_loop = not self._readings and reading.size_bytes <= LOOP_BYTES
         peer.users += 1
         self._readings.add(reading)
@@ -215,10 +215,12 @@ class _Slices:
     Mutable fields: `stopped` (set by the event loop), `_left` (slices that nobody has taken).
     """
 
-    def __init__(self, peer: PeerProcess, copies: Copies, sums: Sums, deadline: float) -> None:
+    def __init__(
+        self, peer: PeerProcess, copies: Copies, bounds: Bounds, sums: Sums, deadline: float
+    ) -> None:
         self._peer = peer
         self._deadline = deadline
-        self._reading = peer.reading(copies, sums)
+        self._reading = peer.reading(copies, bounds, sums)
         size = MAPPED_SLICE_BYTES if self._reading.is_mapped else SLICE_BYTES
         self._left = deque(self._reading.slices(size))
         self.stopped = False

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvass.common.pages import F_GET_SEALS, SEALED
+from kvass.common.transport.copies import Bounds, within
 from kvass.common.transport.seam import AttachRefused, Copies, Region
 
 
@@ -54,11 +55,11 @@ class Mapped:
         self._whole: NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
         self._shift = int(self._whole.ctypes.data) + region.offset - region.address
 
-    def sources(self, copies: Copies) -> NDArray[np.uint64] | None:
+    def sources(self, copies: Copies, bounds: Bounds) -> NDArray[np.uint64] | None:
         """Return where the remote ranges are in this process; None unless all are inside."""
-        first, end = np.uint64(self.region.address), self.region.address + self.region.size
-        if (copies.remote < first).any() or (copies.remote + copies.sizes > np.uint64(end)).any():
-            return None
+        if not bounds.inside(bounds.remote, self.region):
+            if not within(copies.remote, copies.sizes, [self.region]).all():
+                return None
         return copies.remote + np.uint64(self._shift % (1 << 64))
 
     def bytes(self, address: int, size: int) -> bytes:

@@ -30,7 +30,7 @@ from kvass.common.checksum import SHORT, Sums, copy_ranges, sum_ranges
 from kvass.common.errors import Invalid, TransferFailed, Unavailable
 from kvass.common.native import library
 from kvass.common.pages import shared_pages
-from kvass.common.transport.copies import within
+from kvass.common.transport.copies import Bounds, within
 from kvass.common.transport.identity import Identity, start_ticks
 from kvass.common.transport.mapped import Mapped
 from kvass.common.transport.seam import AttachRefused, Copies, EndpointCard, Region
@@ -101,13 +101,12 @@ class PeerProcess:
         """Whether the process is gone, whoever has its PID now."""
         return self._pidfd < 0 or _is_readable(self._pidfd)
 
-    def reading(self, copies: Copies, sums: Sums) -> Reading:
+    def reading(self, copies: Copies, bounds: Bounds, sums: Sums) -> Reading:
         """Return what copies ranges of registered memory; `sums` takes their checksums. Raises
         Invalid for ranges that the peer has not registered."""
-        sizes = copies.sizes
-        size = int(sizes[0]) if len(sizes) and (sizes == sizes[0]).all() else 0
+        size = bounds.size
         for mapped in self._mapped:
-            sources = mapped.sources(copies)
+            sources = mapped.sources(copies, bounds)
             if sources is not None:
                 return Reading(self.card.pid, copies, sources, sums, size, is_mapped=True)
         if not within(copies.remote, copies.sizes, self.regions).all():

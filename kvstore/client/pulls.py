@@ -25,6 +25,7 @@ from kvass.common.transport.seam import Copies, Loan
 from kvass.kvstore import messages as m
 from kvass.kvstore.links import CLEAN_UP_S, NodeLink
 from kvass.kvstore.transfers import TRANSFER_S, Transfers, borrow, parts
+from kvass.kvstore.words import WORD_BYTES, unpacked
 
 # A pull over TCP that was cancelled waits this long for bytes that are on their way, since a loan
 # that is given up costs a rebuild of the landing's agent.
@@ -106,16 +107,18 @@ class _Batch:
     def _spans(self) -> tuple[m.Span, ...]:
         return tuple(m.spans_of(self.chain, ranges_of(self.slots)))
 
-    def _check(self, places: m.Places, addresses: int) -> None:
+    def _check(self, places: m.Places, addresses: int) -> Words:
         """Refuse places that are not of the blocks that were asked for, each once, in order. That
-        they are the right blocks' is the node's word: checksums are of bytes, not of names."""
-        count = len(places.indices)
+        they are the right blocks' is the node's word: checksums are of bytes, not of names.
+        Returns the checksums uint64 [blocks, groups] that the node has of them."""
+        count, groups = len(places.indices), len(self.transfers.groups)
         if (
             not self._are_ours(places.indices)
-            or addresses != count
-            or len(places.checksums) != count * len(self.transfers.groups)
+            or addresses != WORD_BYTES * count
+            or len(places.checksums) != WORD_BYTES * count * groups
         ):
             raise self.link.wrong("places of other blocks than were asked for, or not whole")
+        return unpacked(places.checksums, "checksums").reshape(count, groups)
 
     def _are_ours(self, indices: tuple[int, ...]) -> bool:
         """Whether these are of the blocks that were asked for, each once, in order."""
@@ -123,10 +126,6 @@ class _Batch:
             return True
         once = set(indices)
         return self.slots.keys() >= once and tuple(sorted(once)) == indices
-
-    def _announced(self, places: m.Places) -> Words:
-        """Return the checksums uint64 [blocks, groups] that the node has of the blocks."""
-        return np.array(places.checksums, dtype=np.uint64).reshape(len(places.indices), -1)
 
     # --- same host ---
 
@@ -140,12 +139,12 @@ class _Batch:
             groups=(transfers.groups.start, transfers.groups.stop),
         )
         lease = await self.link.call(request, deadline_s=self._left_s())
-        self._check(lease, len(lease.addresses))
+        announced = self._check(lease, len(lease.addresses))
         self._note_gone(lease)
         if not lease.indices:
             return
         try:
-            await self._read_leased(lease, start_id)
+            await self._read_leased(lease, announced, start_id)
         finally:
             suspects = tuple([self.chain.key(index) for index in self.wrong])
             request_end = m.GetEnd(lease_id=lease.lease_id, corrupt=suspects)
@@ -161,22 +160,21 @@ class _Batch:
         else:
             self.transfers.counts["lease_lost"] += not reply.held
 
-    async def _read_leased(self, lease: m.Places, start_id: str) -> None:
+    async def _read_leased(self, lease: m.Places, announced: Words, start_id: str) -> None:
         """Read part by part, and renew the lease between them when it is half over."""
-        announced = self._announced(lease)
+        sources = unpacked(lease.addresses, "addresses")
         renew_s = self.link.now_s() + lease.lease_s / 2
         for part in parts(len(lease.indices), self.transfers.share):
             if self.link.now_s() >= renew_s:
                 renew_s = self.link.now_s() + lease.lease_s / 2
                 await self.link.tell(m.GetRenew(lease_id=lease.lease_id))
-            indices, sources = lease.indices[part], lease.addresses[part]
-            await self._read_part(start_id, indices, sources, announced[part])
+            await self._read_part(start_id, lease.indices[part], sources[part], announced[part])
 
     async def _read_part(
         self,
         start_id: str,
         part: Sequence[int],
-        sources: Sequence[int],
+        sources: Words,
         announced: Words,
     ) -> None:
         """Read a part; each block is summed as it comes into its slot."""
@@ -184,8 +182,8 @@ class _Batch:
         assert transfers.endpoints.reader is not None
         slots = [self.slots[index] for index in part]
         copies = Copies(
-            local=np.array(transfers.places(slots), dtype=np.uint64),
-            remote=np.array(sources, dtype=np.uint64),
+            local=transfers.places(slots),
+            remote=sources,
             sizes=np.full(len(part), transfers.share, dtype=np.uint64),
         )
         sums = Sums.of(len(part), len(transfers.groups))
@@ -198,10 +196,10 @@ class _Batch:
 
     def _judge(self, indices: Sequence[int], sums: Sums, announced: Words) -> None:
         """Sort blocks that are in their slots by whether their checksums are right."""
-        right = (sums.values == announced).all(axis=1) & sums.whole
-        if right.all():
+        if sums.whole.all() and sums.values.tobytes() == announced.tobytes():
             self.outcome.take(indices, sums.values)
             return
+        right = (sums.values == announced).all(axis=1) & sums.whole
         self.outcome.take(
             [indices[at] for at in np.flatnonzero(right).tolist()], sums.values[right]
         )
@@ -238,13 +236,13 @@ class _Batch:
             places = await self.link.call(
                 request, deadline_s=request.deadline_s, limit_s=TRANSFER_S
             )
-            self._check(places, len(places.indices))
+            announced = self._check(places, WORD_BYTES * len(places.indices))
             self._note_gone(places)
             if places.indices:
                 await loan.arrived(deadline_s=self._left_s())
                 targets = [self.slots[index] for index in places.indices]
                 sums = await transfers.executor.run(lambda: self._copy(loan, targets))
-                self._judge(places.indices, sums, self._announced(places))
+                self._judge(places.indices, sums, announced)
         if self.wrong:
             suspects = tuple(self.chain.key(index) for index in self.wrong)
             await self.link.tell(m.GetEnd(lease_id=places.lease_id, corrupt=suspects))
@@ -256,7 +254,7 @@ class _Batch:
         transfers, count = self.transfers, len(slots)
         sums = Sums.of(count, len(transfers.groups))
         copy_ranges(
-            np.array(transfers.places(slots), dtype=np.uint64),
+            transfers.places(slots),
             landed + np.arange(count, dtype=np.uint64) * np.uint64(transfers.share),
             transfers.share,
             sums,

@@ -10,14 +10,15 @@ deadline.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 import anyio
 import numpy as np
 
+from kvass.common.checksum import Words
 from kvass.common.errors import KvassError
 from kvass.common.keys import Chain, ranges_of
 from kvass.common.transport.seam import Copies
@@ -82,7 +83,8 @@ async def push(
 
 @dataclass(slots=True, eq=False)
 class _Put:
-    """One call's blocks. Mutable fields: `outcome` (the push's), `_sums` (checksums by index),
+    """One call's blocks. Mutable fields: `outcome` (the push's), `_sums` (checksums of `slots`, in
+    their order, uint64 [blocks, groups]),
     `_started` (bytes may be on their way into the node's loan), `_over` (nothing is left to
     abort)."""
 
@@ -92,7 +94,7 @@ class _Put:
     slots: Mapping[int, int]
     ends_s: float
     outcome: PutOutcome
-    _sums: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _sums: Words | None = None
     _started: bool = False
     _over: bool = False
 
@@ -114,12 +116,12 @@ class _Put:
     async def _let_read(self, put_id: str, terms: PutTerms) -> bool:
         """Let the node read the slots; hash them meanwhile, and say at once what it must find.
         Returns whether nothing is left to abort."""
-        slots = list(self.slots.values())
-        request = self._request(put_id, terms, self.transfers.places(slots))
+        places = self.transfers.places(list(self.slots.values()))
+        request = self._request(put_id, terms, places.tobytes())
         begun: list[m.PutPlaces] = []
 
         async def commit() -> m.PutStored:
-            await self._hash()
+            await self._hash(places)
             return await self._commit(put_id, list(self.slots))
 
         async def begin() -> None:
@@ -140,7 +142,8 @@ class _Put:
             left_s = request.deadline_s
             return await self.link.call(request, deadline_s=left_s, limit_s=BEGIN_S)
 
-        places = await _beside(self._hash, begin)
+        own = self.transfers.places(list(self.slots.values()))
+        places = await _beside(partial(self._hash, own), begin)
         granted = self._answered(places)
         if not granted:
             return True
@@ -158,9 +161,8 @@ class _Put:
             raise self.link.wrong("a loan that is too small, or another process's")
         return loan
 
-    async def _hash(self) -> None:
-        found = await self.transfers.hashed(list(self.slots.values()))
-        self._sums.update(zip(self.slots, found, strict=True))
+    async def _hash(self, places: Words) -> None:
+        self._sums = await self.transfers.hashed(places)
 
     def _answered(self, places: m.PutPlaces) -> list[int]:
         """Note what is there or refused; return what was granted."""
@@ -180,7 +182,7 @@ class _Put:
             self.outcome.refused[index] = "corrupt" if index in corrupt else "failed"
         return set(granted) <= stored | corrupt
 
-    def _request(self, put_id: str, terms: PutTerms, addresses: Sequence[int] = ()) -> m.PutBegin:
+    def _request(self, put_id: str, terms: PutTerms, addresses: bytes = b"") -> m.PutBegin:
         transfers = self.transfers
         return m.PutBegin(
             put_id=put_id,
@@ -194,15 +196,20 @@ class _Put:
             groups=(transfers.groups.start, transfers.groups.stop),
             deadline_s=self._left_s(),
             hold_owner=terms.hold_owner,
-            addresses=tuple(addresses),
+            addresses=addresses,
         )
 
     async def _commit(self, put_id: str, indices: Sequence[int]) -> m.PutStored:
         """Say what the node must have or find."""
+        assert self._sums is not None
+        sums = self._sums
+        if len(indices) < len(self.slots):
+            wanted = set(indices)
+            sums = sums[[index in wanted for index in self.slots]]
         commit = m.PutCommit(
             put_id=put_id,
             keys=tuple([self.chain.keys[index] for index in indices]),
-            checksums=tuple(itertools.chain.from_iterable(self._sums[index] for index in indices)),
+            checksums=sums.tobytes(),
             deadline_s=self._left_s(),
         )
         left_s = commit.deadline_s
@@ -217,7 +224,7 @@ class _Put:
         share = self.transfers.share
         offsets = np.arange(len(slots), dtype=np.uint64) * np.uint64(share)
         copies = Copies(
-            local=np.array(self.transfers.places(slots), dtype=np.uint64),
+            local=self.transfers.places(slots),
             remote=offsets + np.uint64(target.address),
             sizes=np.full(len(slots), share, dtype=np.uint64),
         )

@@ -31,6 +31,7 @@ import anyio
 import anyio.to_thread
 import numpy as np
 
+from kvass.common.checksum import Words
 from kvass.common.clock import LoopClock
 from kvass.common.config import ClusterConfig, Config
 from kvass.common.errors import Invalid, Unavailable
@@ -81,9 +82,10 @@ class SlotPool:
         """Return what transports register."""
         return self._pages.region
 
-    def address_of(self, slot: int) -> int:
-        """Return the absolute address of a slot's first byte."""
-        return self.address + slot * self.array.shape[1]
+    def addresses(self, slots: Sequence[int]) -> Words:
+        """Return the absolute addresses, uint64 [len(slots)], of the slots' first bytes."""
+        size = np.uint64(self.array.shape[1])
+        return np.array(slots, dtype=np.uint64) * size + np.uint64(self.address)
 
     def close(self) -> None:
         """Give the pages back, when no transfer is in flight any more."""

@@ -41,6 +41,7 @@ from kvass.common.wire import (
 from kvass.kvstore import messages as m
 from kvass.kvstore.client.store import StoreClient
 from kvass.kvstore.placement import StoreNode
+from kvass.kvstore.words import unpacked
 
 R = TypeVar("R", bound=Message)
 
@@ -192,7 +193,12 @@ class Control:
             for node in self.cluster.members("store"):
                 link = store._router.link(node["id"])
                 places = await link.call(request, deadline_s=CALL_S)
-                there = zip(places.indices, places.addresses, places.checksums, strict=True)
+                there = zip(
+                    places.indices,
+                    unpacked(places.addresses, "addresses").tolist(),
+                    unpacked(places.checksums, "checksums").tolist(),
+                    strict=True,
+                )
                 found |= {i: Place(node["pid"], address, sum_) for i, address, sum_ in there}
                 if places.lease_id:
                     await link.call(m.GetEnd(places.lease_id), deadline_s=CALL_S)

@@ -29,6 +29,7 @@ from kvass.common.transport.seam import Copies
 from kvass.kvstore import messages as m
 from kvass.kvstore.client.store import StoreClient
 from kvass.kvstore.links import NodeLink
+from kvass.kvstore.words import packed, unpacked
 from ports import free_port
 from store_peer import (
     LAYOUT,
@@ -256,7 +257,7 @@ async def test_a_new_node_at_an_old_address_honours_no_old_handle(way: Setting) 
             link = store._router.link("store-0")
             old = await link.ways(deadline_s=3)
             places, granted = await lease_and_put(
-                link, store, (memory.address,) if way == "local" else ()
+                link, store, memory.addresses([0]).tobytes() if way == "local" else b""
             )
             first.kill(signal.SIGKILL)
             first.process.join(5)
@@ -267,7 +268,7 @@ async def test_a_new_node_at_an_old_address_honours_no_old_handle(way: Setting) 
 
 
 async def lease_and_put(
-    link: NodeLink, store: StoreClient, addresses: tuple[int, ...]
+    link: NodeLink, store: StoreClient, addresses: bytes
 ) -> tuple[m.Places, m.PutBegin]:
     """Take a lease and begin a put; return the handles."""
     chain = chain_of(BLOCKS, seed=1, layout=LAYOUT)
@@ -309,7 +310,7 @@ async def is_a_stranger(
     commit = m.PutCommit(
         put_id=put.put_id,
         keys=(key,),
-        checksums=(1,),
+        checksums=packed([1]),
         deadline_s=3.0,
     )
     try:
@@ -318,8 +319,9 @@ async def is_a_stranger(
         pass  # it refuses to be asked before an attach
     reader = store._moving().endpoints.reader
     if reader is not None:
-        one = [np.array([value], dtype=np.uint64) for value in (memory.address, *places.addresses)]
-        copies = Copies(one[0], one[1], np.array([LAYOUT.block_size], dtype=np.uint64))
+        there = unpacked(places.addresses, "addresses")[:1]
+        size = np.array([LAYOUT.block_size], dtype=np.uint64)
+        copies = Copies(memory.addresses([0]), there, size)
         with pytest.raises(Unavailable):
             await reader.read(old_start_id, copies, deadline_s=1)
 

@@ -78,8 +78,9 @@ class SlotArray:
     def region(self) -> Region:
         return region_of(self.array)
 
-    def address_of(self, slot: int) -> int:
-        return self.address + slot * self.layout.block_size
+    def addresses(self, slots: Sequence[int]) -> NDArray[np.uint64]:
+        size = np.uint64(self.layout.block_size)
+        return np.array(slots, dtype=np.uint64) * size + np.uint64(self.address)
 
     def fill(self, slot: int, key: bytes) -> None:
         """Write the one right content of a block into a slot."""

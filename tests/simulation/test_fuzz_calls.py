@@ -17,6 +17,7 @@ from kvass.common.rpc.hello import Hello
 from kvass.common.transport.route import Setting
 from kvass.kvstore import messages as m
 from kvass.kvstore.erasure import Erasure, Exchange
+from kvass.kvstore.words import packed
 from lives import Life, live
 from scenario import Member
 from store_sim import LAYOUT, SPACE, SimNode, Worker, at_rest, chain_of, cluster, pull, push
@@ -38,7 +39,7 @@ def store_examples(node: SimNode, worker: Worker) -> list[dict[str, Any]]:
     landing = node.node._state.endpoints.card()
     loan = m.LoanCard(tag=b"tag", address=worker.memory.address, size=4 * size, card=landing)
     own = m.LoanCard(tag=b"tag", address=worker.memory.address, size=size, card=endpoints.card())
-    addresses = tuple(worker.memory.address_of(slot) for slot in range(BLOCKS))
+    addresses = worker.memory.addresses(range(BLOCKS)).tobytes()
     keys = tuple(chain.keys)
     terms = ("put", spans, SPACE, "tenant", "writer", 4, size, 1, groups, 2.0, "job")
     messages: tuple[wire.Message, ...] = (
@@ -48,7 +49,7 @@ def store_examples(node: SimNode, worker: Worker) -> list[dict[str, Any]]:
         m.Claim("owner", spans),
         m.PutBegin(*terms, addresses),
         m.PutBegin(*terms),
-        m.PutCommit("put", keys, (1,) * BLOCKS, 2.0),
+        m.PutCommit("put", keys, packed([1] * BLOCKS), 2.0),
         m.PutAbort("put", True),
         m.PutAbort("put", False),
         m.GetBegin(there, size, 1, groups),

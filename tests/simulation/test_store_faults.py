@@ -8,6 +8,7 @@ import trio.testing
 
 from kvass.common.transport.route import Setting
 from kvass.kvstore import messages as m
+from kvass.kvstore.words import packed
 from memory_transport import Attempt, Fault
 from store_sim import LAYOUT, at_rest, chain_of, cluster, faults, pull, push
 
@@ -171,7 +172,7 @@ async def test_a_writer_that_hangs_after_begin_is_given_up_at_its_deadline() -> 
             head_groups=1,
             groups=(0, 1),
             deadline_s=3.0,
-            addresses=tuple(worker.memory.address_of(slot) for slot in range(4)),
+            addresses=worker.memory.addresses(range(4)).tobytes(),
         )
         assert (await link.call(begin, deadline_s=1)).granted == ((0, 4),)
         assert (await link.call(begin, deadline_s=1)).granted == ((0, 4),)  # asked again
@@ -182,7 +183,7 @@ async def test_a_writer_that_hangs_after_begin_is_given_up_at_its_deadline() -> 
         commit = m.PutCommit(
             put_id="hanging",
             keys=(chain.keys[0],),
-            checksums=(1,),
+            checksums=packed([1]),
             deadline_s=1.0,
         )
         assert await link.call(commit, deadline_s=1) == m.PutStored(stored=(), corrupt=())

@@ -18,6 +18,7 @@ from kvass.common.transport.route import Setting
 from kvass.common.wire import Message
 from kvass.kvstore import messages as m
 from kvass.kvstore.client import erase
+from kvass.kvstore.words import packed
 from store_sim import Cluster, Handlers, Worker, chain_of, pull, push
 
 pytestmark = pytest.mark.anyio
@@ -116,20 +117,23 @@ async def test_a_wait_that_speaks_of_other_blocks_is_no_news(how: str) -> None:
         assert found.visible == [] and found.unclaimed == []
 
 
+ONE = packed([1])
 PLACES: dict[str, Lie] = {
     "others": replaced(indices=lambda i: (*i[:-1], 1000)),
     "more": lambda r: m.Places(
-        r.lease_id, r.lease_s, (*r.indices, 99), (*r.addresses, 1), (*r.checksums, 1)
+        r.lease_id, r.lease_s, (*r.indices, 99), r.addresses + ONE, r.checksums + ONE
     ),
     "twice": replaced(indices=lambda i: (i[0], *i[:-1])),
-    "too few checksums": replaced(checksums=lambda c: c[:-1]),
-    "no checksums": replaced(checksums=lambda c: ()),
-    "too many checksums": replaced(checksums=lambda c: (*c, 1)),
+    "too few checksums": replaced(checksums=lambda c: c[:-8]),
+    "half a checksum": replaced(checksums=lambda c: c[:-4]),
+    "no checksums": replaced(checksums=lambda c: b""),
+    "too many checksums": replaced(checksums=lambda c: c + ONE),
     "too few indices": replaced(indices=lambda i: i[:-1]),
 }
 SAME_HOST: dict[str, Lie] = {
-    "too few addresses": replaced(addresses=lambda a: a[:-1]),
-    "no addresses": replaced(addresses=lambda a: ()),
+    "too few addresses": replaced(addresses=lambda a: a[:-8]),
+    "half an address": replaced(addresses=lambda a: a[:-4]),
+    "no addresses": replaced(addresses=lambda a: b""),
 }
 
 
@@ -153,7 +157,7 @@ async def test_a_get_whose_places_do_not_fit_is_a_miss(how: str, setting: Settin
 
 async def test_an_address_that_is_no_blocks_is_a_miss() -> None:
     """Its bytes are somebody else's: the checksum says so."""
-    lie = replaced(addresses=lambda a: (*a[1:], a[0]))
+    lie = replaced(addresses=lambda a: a[8:] + a[:8])
     async with lying(m.GetBegin, lie) as (_, worker, lies):
         chain = chain_of(BLOCKS)
         await push(worker, chain, range(BLOCKS))

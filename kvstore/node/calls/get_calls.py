@@ -13,6 +13,7 @@ from kvass.common.wire import Message
 from kvass.kvstore import messages as m
 from kvass.kvstore.index.leases import Lease
 from kvass.kvstore.node.state import NodeState, check_own, request_of
+from kvass.kvstore.words import packed
 
 _log = logging.getLogger(__name__)
 
@@ -79,8 +80,8 @@ class GetCalls:
             lease_id=lease.lease_id,
             lease_s=lease.length_s,
             indices=tuple([indices[key] for key in lease.keys]),
-            addresses=tuple(self._state.deliveries.addresses(lease.entries, first)),
-            checksums=tuple(chain.from_iterable(checksums)),
+            addresses=packed(self._state.deliveries.addresses(lease.entries, first)),
+            checksums=packed(chain.from_iterable(checksums)),
         )
 
     def _begin(self, call: Call) -> m.Places | Answer:
@@ -166,4 +167,4 @@ class GetCalls:
         return m.Held(held=held)
 
 
-_NOTHING = m.Places(lease_id="", lease_s=0.0, indices=(), addresses=(), checksums=())
+_NOTHING = m.Places(lease_id="", lease_s=0.0, indices=(), addresses=b"", checksums=b"")

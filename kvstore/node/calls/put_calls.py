@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 from kvass.common.block import BlockHeader
-from kvass.common.checksum import Sums, rows
+from kvass.common.checksum import Sums
 from kvass.common.errors import Invalid, KvassError, Unavailable
 from kvass.common.rpc.server import Call, Handler
 from kvass.common.transport.route import Way
@@ -27,6 +27,7 @@ from kvass.kvstore.node.calls.arrivals import Arrival, Arrivals
 from kvass.kvstore.node.deliveries import Lent
 from kvass.kvstore.node.state import NodeState, chosen, ranges, request_of
 from kvass.kvstore.transfers import borrow, parts
+from kvass.kvstore.words import unpacked
 
 _log = logging.getLogger(__name__)
 
@@ -104,7 +105,9 @@ class PutCalls:
                 answers = {i: "busy" if v == "granted" else v for i, v in answers.items()}
         elif way == "read":  # its commit is on its way, also when nothing is granted
             keys = [header.key for header in headers]
-            addresses = dict(zip(keys, request.addresses, strict=True))
+            addresses = dict(
+                zip(keys, unpacked(request.addresses, "put_begin").tolist(), strict=True)
+            )
             await self._read(order, granted, addresses, call.peer.member_id)
         return m.PutPlaces(
             granted=chosen(answers, "granted"),
@@ -330,18 +333,18 @@ def _headers(request: m.PutBegin) -> list[BlockHeader]:
 
 
 def _check_addresses(request: m.PutBegin, count: int, way: Way) -> None:
-    given = len(request.addresses)
+    given = len(unpacked(request.addresses, "put_begin"))
     if given != (count if way == "read" else 0):
         raise Invalid(f"put_begin: {given} addresses of {count} blocks; their way is {way!r}")
 
 
 def _announced(request: m.PutCommit) -> dict[bytes, tuple[int, ...]]:
     """Return the checksums of a commit by key."""
-    count = len(request.keys)
-    if len(request.checksums) % count or not request.checksums:
-        raise Invalid(f"put_commit: {len(request.checksums)} checksums for {count} blocks")
-    width = len(request.checksums) // count
-    announced = dict(zip(request.keys, rows(request.checksums, width), strict=True))
+    checksums, count = unpacked(request.checksums, "put_commit"), len(request.keys)
+    if len(checksums) % count or not len(checksums):
+        raise Invalid(f"put_commit: {len(checksums)} checksums for {count} blocks")
+    each = map(tuple, checksums.reshape(count, -1).tolist())
+    announced = dict(zip(request.keys, each, strict=True))
     if len(announced) != count:
         raise Invalid("put_commit: a key comes twice")
     return announced

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvass.common.block import BlockHeader
+from kvass.common.checksum import Words
 from kvass.common.errors import KvassError
 from kvass.common.executor import Executor
 from kvass.common.rpc.server import Call, Handler
@@ -64,8 +65,8 @@ class _SlabSlots:
     def __getitem__(self, offset: int) -> NDArray[np.uint8]:
         return np.frombuffer(self.slab.view, dtype=np.uint8, count=self.block_size, offset=offset)
 
-    def address_of(self, offset: int) -> int:
-        return self.slab.address + offset
+    def addresses(self, offsets: Sequence[int]) -> Words:
+        return np.array(offsets, dtype=np.uint64) + np.uint64(self.slab.address)
 
 
 Kind = tuple[bytes, str, str, int, int, int]  # a `messages.Shape` without its index
