@@ -43,7 +43,7 @@ class Worker:
         """Answer at once, or in a task if the request's id ends so."""
         assert isinstance(call.request, wire.PrefillOver)
         wanted, later, _ = call.request.request_id.partition(LATER)
-        call.after(lambda: self._note(wanted))
+        call.later(lambda: self._note(wanted))
         return self._later(wanted) if later else self._answer(wanted)
 
     def _note(self, wanted: str) -> None:

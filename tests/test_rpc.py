@@ -18,6 +18,7 @@ from kvass.common.event_loop import BACKEND, BACKEND_OPTIONS
 from kvass.common.rpc import server
 from kvass.common.rpc.client import ITEMS_BUFFERED, open_client
 from kvass.common.rpc.dial import Dialer
+from kvass.common.rpc.frames import CALL, FRAMES_A_TURN
 from kvass.common.rpc.hello import Hello
 from kvass.common.rpc.server import listen
 from rpc_stage import (
@@ -95,6 +96,48 @@ async def test_what_need_not_be_waited_for_is_done_after_the_answer() -> None:
             for later in ("", LATER):
                 await over(client, f"{number}{later}")
         await until(lambda: worker.noted == ["0", "0", "1", "1", "2", "2"])
+
+
+async def test_what_follows_an_answer_is_done_when_its_caller_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "REST_S", 60.0)
+    async with serving() as worker:
+        async with connected(worker) as (client, _):
+            await over(client, "last")
+            assert worker.noted == []
+        await until(lambda: worker.noted == ["last"])
+
+
+async def test_what_follows_many_answers_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "REST_S", 60.0)
+    async with serving() as worker, connected(worker) as (client, _):
+        for _ in range(server.REST_MAX):
+            assert worker.noted == []
+            await over(client, "quick")
+        await until(lambda: len(worker.noted) == server.REST_MAX)
+
+
+async def test_many_calls_at_once_leave_others_their_turn() -> None:
+    """Calls that are answered at once wait for nothing: a peer with many would be the only one."""
+    async with serving() as worker, connected(worker) as (client, _):
+        turns = 0
+
+        async def take_turns() -> None:
+            nonlocal turns
+            while True:
+                await anyio.lowlevel.checkpoint()
+                turns += 1
+
+        async with anyio.create_task_group() as tasks:
+            quick = wire.PrefillOver(request_id="quick")
+            packed = [wire.pack([CALL, 1000 + n, quick]) for n in range(20 * FRAMES_A_TURN)]
+            many = b"".join(len(each).to_bytes(4, "little") + each for each in packed)
+            tasks.start_soon(take_turns)
+            await client._frames.stream.send(many)
+            await until(lambda: len(worker.noted) == 20 * FRAMES_A_TURN)
+            tasks.cancel_scope.cancel()
+        assert turns >= 20
 
 
 async def test_what_is_answered_at_once_is_answered_beside_calls_that_wait() -> None:

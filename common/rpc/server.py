@@ -40,30 +40,72 @@ _log = logging.getLogger(__name__)
 ACCEPT_PAUSE_S = 0.5  # when descriptors have run out
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 CALLS_MAX = 1024  # per connection: a gateway's whole load on one worker, several times over
+REST_S = 0.001  # how long what follows an answer waits
+REST_MAX = 256  # and how much of it, of one connection
+
+
+class _Rest:
+    """What is left to do when callers have their answers. It waits for a moment: on the same host
+    whoever was just answered may be waiting for this very core.
+
+    Mutable fields: `_todo`, and `_is_more`.
+    """
+
+    def __init__(self) -> None:
+        self._todo: list[tuple[str, Callable[[], None]]] = []
+        self._is_more = anyio.Event()
+
+    def add(self, what: str, work: Callable[[], None]) -> None:
+        """Do something soon, for the call `what`; where too much waits, now."""
+        self._todo.append((what, work))
+        self._is_more.set()
+        if len(self._todo) >= REST_MAX:
+            self.do()
+
+    async def run(self) -> None:
+        """Do what comes, until cancelled; raises a broken invariant."""
+        while True:
+            await self._is_more.wait()
+            await anyio.sleep(REST_S)
+            self.do()
+
+    def do(self) -> None:
+        """Do all there is. The callers have their answers: a bug here is nobody's failure."""
+        todo, self._todo, self._is_more = self._todo, [], anyio.Event()
+        for what, work in todo:
+            try:
+                work()
+            except Exception as error:
+                if errors.breaks_an_invariant(error):
+                    raise
+                _log.exception("what follows %s met a bug", what)
 
 
 class Call:
     """One call as its handler sees it: the request, who asks, and a way to stream answers. Mutable
-    field: `_rest`, what is left to do when it is answered."""
+    field: `_later`, what is left to do when it is answered."""
 
-    __slots__ = ("_call_id", "_frames", "_rest", "peer", "request")
+    __slots__ = ("_call_id", "_frames", "_later", "_rest", "peer", "request")
 
-    def __init__(self, request: Message, peer: Hello, frames: Frames, call_id: int) -> None:
+    def __init__(
+        self, request: Message, peer: Hello, frames: Frames, call_id: int, rest: _Rest
+    ) -> None:
         self.request = request
         self.peer = peer
         self._frames = frames
         self._call_id = call_id
-        self._rest: tuple[Callable[[], None], ...] = ()
+        self._rest = rest
+        self._later: tuple[Callable[[], None], ...] = ()
 
     async def send(self, message: Message) -> None:
         """Add one message to the answer's stream."""
         await anyio.lowlevel.checkpoint()  # whoever streams on and on may be cancelled here
         await self._frames.send(ITEM, self._call_id, message)
 
-    def after(self, rest: Callable[[], None]) -> None:
-        """Do something when the answer is on its way, since the caller need not wait for it. It is
-        not done for a peer that is gone."""
-        self._rest += (rest,)
+    def later(self, work: Callable[[], None]) -> None:
+        """Do something a moment after the answer, since the caller need not wait for it. It is not
+        done for a peer that is gone before the answer."""
+        self._later += (work,)
 
     async def reply(self, message: Message | None) -> None:
         """Answer: with a message, or with the end of what was streamed."""
@@ -72,13 +114,8 @@ class Call:
         except errors.Invalid as too_large:
             await self.fail(too_large)
             return
-        for rest in self._rest:
-            try:
-                rest()
-            except Exception as error:  # the caller has its answer: this is nobody's failure
-                if errors.breaks_an_invariant(error):
-                    raise
-                _log.exception("what follows %s met a bug", type(self.request).__name__)
+        for work in self._later:
+            self._rest.add(type(self.request).__name__, work)
 
     async def fail(self, error: errors.KvassError) -> None:
         """Say why there is no answer."""
@@ -175,20 +212,28 @@ class Server:
         """Run the calls of a connection until it ends; raises Invalid for a frame that is wrong."""
         ended: Exception
         calls: dict[int, _Open] = {}
+        rest = _Rest()
         try:
             async with anyio.create_task_group() as tasks:
+                tasks.start_soon(rest.run)
                 try:
-                    await self._take_calls(frames, peer, calls, tasks)
+                    await self._take_calls(frames, peer, calls, tasks, rest)
                 except (*LOST, errors.KvassError) as error:
                     ended = error  # raised after the group, so that it stays what it is
                 tasks.cancel_scope.cancel()
         finally:
             for call in calls.values():  # their tasks were cancelled before they had begun
                 call.answer.close()
+            rest.do()
         raise ended
 
     async def _take_calls(
-        self, frames: Frames, peer: Hello, calls: dict[int, _Open], tasks: anyio.abc.TaskGroup
+        self,
+        frames: Frames,
+        peer: Hello,
+        calls: dict[int, _Open],
+        tasks: anyio.abc.TaskGroup,
+        rest: _Rest,
     ) -> NoReturn:
         while True:
             kind, call_id, body = await frames.receive()
@@ -206,7 +251,7 @@ class Server:
             try:
                 request = self._tags.decode(body)
                 what = type(request).__name__
-                call = Call(request, peer, frames, call_id)
+                call = Call(request, peer, frames, call_id, rest)
                 answer = self._handlers[type(request)](call)
             except Exception as error:
                 await frames.send(ERROR, call_id, pack_error(_failure(error, what, peer)))

@@ -254,7 +254,7 @@ class Node:
         keys = m.named(request.spans)
         found = self._state.index.lookup([*keys.values()], self._state.now_s(), again=request.again)
         self._state.notify()
-        call.after(self._state.index.catch_up)
+        call.later(self._state.index.catch_up)
         here = {i for i, is_here in zip(keys, found, strict=True) if is_here}
         self._asked([keys[i] for i in here])
         flash, bucket = self._found_below([key for i, key in keys.items() if i not in here])

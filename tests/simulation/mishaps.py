@@ -243,7 +243,7 @@ async def _busy(life: Life) -> None:
         return bool(life.load()["running"])
 
     with anyio.move_on_after(AIM_S):
-        while life.alive and not has_begun():
+        while life.alive and not has_begun():  # noqa: ASYNC110 (nothing tells of it)
             await anyio.sleep(LOOK_S)
 
 

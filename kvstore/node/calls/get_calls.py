@@ -63,7 +63,7 @@ class GetCalls:
         )
         self._state.notify()
         if lease is not None:
-            call.after(partial(self._note_asked, lease.keys))
+            call.later(partial(self._note_asked, lease.keys))
         return lease
 
     def _note_asked(self, keys: Sequence[bytes]) -> None:

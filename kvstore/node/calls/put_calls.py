@@ -254,7 +254,7 @@ class PutCalls:
         self._state.faults["put_corrupt"] += len(judged.corrupt)
         self._state.notify()
         self._state.on_moved("put", judged.size_bytes, arrival.taken_s)
-        call.after(self._state.index.catch_up)
+        call.later(self._state.index.catch_up)
         if judged.keys:
             self._state.on_stored(judged.keys)
         return m.PutStored(stored=ranges(judged.stored), corrupt=ranges(judged.corrupt))

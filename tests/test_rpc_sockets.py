@@ -1,0 +1,176 @@
+"""Connections on asyncio: nothing is lost, doubled or out of order, and nothing waits unbounded."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import anyio.abc
+import pytest
+
+from kvass.common.event_loop import BACKEND, BACKEND_OPTIONS
+from kvass.common.rpc.frames import CALL, Frames
+from kvass.common.rpc.sockets import (
+    RECEIVED_MAX,
+    SocketListener,
+    SocketStream,
+    dial,
+    open_listener,
+)
+
+pytestmark = pytest.mark.anyio
+MIB = 1 << 20
+
+
+@pytest.fixture(params=[(BACKEND, dict(BACKEND_OPTIONS)), ("asyncio", {})], ids=["uvloop", "plain"])
+def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, object]]:
+    backend: tuple[str, dict[str, object]] = request.param
+    return backend
+
+
+@asynccontextmanager
+async def pair() -> AsyncIterator[tuple[SocketStream, SocketStream]]:
+    """Yield both ends of a connection."""
+    listener = await open_listener("127.0.0.1", 0)
+    assert isinstance(listener, SocketListener)
+    _, port = listener.extra(anyio.abc.SocketAttribute.local_address)
+    accepted: list[SocketStream] = []
+    came = anyio.Event()
+
+    async def take(stream: SocketStream) -> None:
+        accepted.append(stream)
+        came.set()
+        await anyio.sleep_forever()
+
+    async with listener, anyio.create_task_group() as tasks:
+        tasks.start_soon(listener.serve, take)
+        ours = await dial("127.0.0.1", port)
+        await came.wait()
+        assert isinstance(ours, SocketStream)
+        async with ours, accepted[0]:
+            yield ours, accepted[0]
+        tasks.cancel_scope.cancel()
+
+
+def pattern(size: int) -> bytes:
+    return (bytes(range(251)) * (size // 251 + 1))[:size]
+
+
+async def exactly(stream: SocketStream, size: int) -> bytes:
+    taken = b""
+    while len(taken) < size:
+        taken += await stream.receive(1 << 18)
+    return taken
+
+
+async def fill(stream: SocketStream) -> int:
+    """Send until neither kernel nor the other side takes any more; return how much it took."""
+    sent = refused = 0
+    while refused < 20:
+        if stream.send_now(bytes(MIB)):
+            sent, refused = sent + MIB, 0
+            assert sent < 200 * MIB
+        else:
+            refused += 1
+            await anyio.sleep(0.01)
+    return sent
+
+
+async def test_bytes_come_whole_and_in_order_whoever_sends_how() -> None:
+    async with pair() as (ours, theirs), anyio.create_task_group() as tasks:
+        pieces = [pattern(size) for size in (1, 5 * MIB, 3, 0, 70_000, 2 * MIB, 9)]
+
+        async def send() -> None:
+            for piece in pieces:
+                if not ours.send_now(piece):
+                    await ours.send(piece)
+
+        tasks.start_soon(send)
+        assert await exactly(theirs, sum(map(len, pieces))) == b"".join(pieces)
+        theirs.send_now(b"back")
+        assert await ours.receive(2) == b"ba"
+        assert await ours.receive() == b"ck"
+
+
+async def test_a_peer_that_takes_nothing_is_waited_for() -> None:
+    async with pair() as (ours, theirs):
+        sent = await fill(ours)
+        waited = True
+        with anyio.move_on_after(0.1):
+            await ours.send(b"more")
+            waited = False
+        assert waited
+        assert RECEIVED_MAX < theirs._waiting_bytes <= RECEIVED_MAX + MIB
+        assert await exactly(theirs, sent) == bytes(sent)
+        await ours.send(b"end")
+        assert await theirs.receive() == b"end"
+
+
+async def test_frames_that_had_to_wait_keep_their_order() -> None:
+    async with pair() as (ours, theirs), anyio.create_task_group() as tasks:
+        sender, receiver = Frames(ours), Frames(theirs)
+        receiver.bytes_max = 8 * MIB
+        for number in range(40):
+            tasks.start_soon(sender.send, CALL, number, pattern(MIB * (number % 3)))
+        found = [await receiver.receive() for _ in range(40)]
+        assert [call_id for _, call_id, _ in found] == list(range(40))
+        assert all(body == pattern(MIB * (number % 3)) for _, number, body in found)
+
+
+async def test_an_end_is_told_after_all_that_came_before() -> None:
+    async with pair() as (ours, theirs):
+        await ours.send(b"last words")
+        await ours.send_eof()
+        assert await theirs.receive() == b"last words"
+        with pytest.raises(anyio.EndOfStream):
+            await theirs.receive()
+        await theirs.send(b"heard")  # the other direction goes on
+        assert await ours.receive() == b"heard"
+
+
+async def test_a_closed_connection_is_told_to_both_sides() -> None:
+    async with pair() as (ours, theirs), anyio.create_task_group() as tasks:
+
+        async def wait() -> None:
+            with pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
+                await theirs.receive()
+
+        tasks.start_soon(wait)
+        await anyio.sleep(0.01)
+        await ours.aclose()
+        assert not ours.send_now(b"x")
+        for use in (ours.send(b"x"), ours.receive()):
+            with pytest.raises(anyio.ClosedResourceError):
+                await use
+
+
+async def test_a_send_that_waits_is_told_of_the_end() -> None:
+    async with pair() as (ours, theirs), anyio.create_task_group() as tasks:
+        await fill(ours)
+
+        async def wait() -> None:
+            with pytest.raises(anyio.BrokenResourceError):
+                await ours.send(b"more")
+
+        tasks.start_soon(wait)
+        await anyio.sleep(0.01)
+        await theirs.aclose()
+
+
+async def test_one_task_receives_at_a_time() -> None:
+    async with pair() as (ours, _), anyio.create_task_group() as tasks:
+        tasks.start_soon(ours.receive)
+        await anyio.sleep(0.01)
+        with pytest.raises(anyio.BusyResourceError):
+            await ours.receive()
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_receive_that_was_given_up_takes_nothing() -> None:
+    async with pair() as (ours, theirs):
+        with anyio.move_on_after(0.01):
+            await ours.receive()
+        await theirs.send(b"kept")
+        await anyio.sleep(0.01)
+        assert await ours.receive() == b"kept"
