@@ -8,7 +8,8 @@ whose.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -75,18 +76,38 @@ class NodeLink:
     async def call(self, request: Request[R], *, deadline_s: float, limit_s: float = CALL_S) -> R:
         """Ask the node, waiting the shorter of both; raises KvassError. A node that does not answer
         is shunned."""
+        client, left_s = await self._client_within(deadline_s, limit_s)
+        with self._judged():
+            return await client.call(request, deadline_s=left_s)
+
+    @asynccontextmanager
+    async def asked(
+        self, request: Request[R], *, deadline_s: float, limit_s: float = CALL_S
+    ) -> AsyncIterator[Callable[[], Awaitable[R]]]:
+        """As `call`, but yield what awaits the reply: something else may be done until then."""
+        client, left_s = await self._client_within(deadline_s, limit_s)
+        with self._judged():
+            async with client.asked(request, deadline_s=left_s) as reply:
+                yield reply
+
+    async def _client_within(self, deadline_s: float, limit_s: float) -> tuple[Client, float]:
+        """Return the open connection, and the seconds that are left for a call on it."""
         limit_s = min(deadline_s, limit_s)
         if limit_s <= 0:
             raise DeadlineExceeded(f"no time left to ask {self.node.member_id}")
         ends_s = self.now_s() + limit_s
         client = await self._connected(limit_s)
+        return client, max(ends_s - self.now_s(), 1e-3)
+
+    @contextmanager
+    def _judged(self) -> Iterator[None]:
+        """Leave the node alone if it does not answer."""
         try:
-            reply = await client.call(request, deadline_s=max(ends_s - self.now_s(), 1e-3))
+            yield
         except (Unavailable, DeadlineExceeded) as error:
             self._shun("timeout" if isinstance(error, DeadlineExceeded) else "unavailable")
             raise
         self._shun_s = SHUN_S
-        return reply
 
     async def tell(self, request: Request[R]) -> None:
         """Tell the node what it would find out by itself later; shielded, short, and never
@@ -157,7 +178,7 @@ class NodeLink:
 
     def _shun(self, reason: str) -> None:
         """Leave the node alone for a while; calls that fail together do so once."""
-        self.counts[f"node_{reason}"] += 1
         if self.usable:
+            self.counts[f"node_{reason}"] += 1
             self._shunned_until_s = self.now_s() + self._shun_s
             self._shun_s = min(2 * self._shun_s, SHUN_MAX_S)

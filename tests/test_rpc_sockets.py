@@ -34,7 +34,7 @@ async def pair() -> AsyncIterator[tuple[SocketStream, SocketStream]]:
     """Yield both ends of a connection."""
     listener = await open_listener("127.0.0.1", 0)
     assert isinstance(listener, SocketListener)
-    _, port = listener.extra(anyio.abc.SocketAttribute.local_address)
+    port = int(listener.extra(anyio.abc.SocketAttribute.local_port))
     accepted: list[SocketStream] = []
     came = anyio.Event()
 

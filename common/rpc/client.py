@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ssl
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import TypeVar
 
 import anyio
@@ -97,13 +98,31 @@ class Client:
         `deadline_s` seconds, or Unavailable when the connection is lost."""
         call_id, answers = self._begin()
         try:
+            with anyio.move_on_after(deadline_s):
+                await self._ask(call_id, request)
+                return await self._reply(answers, request)
+            raise self._late(request, deadline_s)
+        finally:
+            self._end(call_id)
+
+    @asynccontextmanager
+    async def asked(
+        self, request: Request[R], *, deadline_s: float
+    ) -> AsyncIterator[Callable[[], Awaitable[R]]]:
+        """Send a request, and yield what awaits its reply, as `call` does: until then the caller
+        may do something else. Leaving the context early cancels the call at the peer."""
+        call_id, answers = self._begin()
+        try:
             with anyio.move_on_after(deadline_s) as scope:
                 await self._ask(call_id, request)
-                kind, body = await self._next(answers, request)
+                yield partial(self._reply, answers, request)
             if scope.cancelled_caught:
                 raise self._late(request, deadline_s)
         finally:
             self._end(call_id)
+
+    async def _reply(self, answers: _Answers, request: Request[R]) -> R:
+        kind, body = await self._next(answers, request)
         if kind != REPLY:
             raise errors.Unavailable(f"{self._who}: frame kind {kind} where a reply was due")
         return self._replies.decode(body)  # type: ignore[return-value]

@@ -10,10 +10,8 @@ deadline.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TypeVar
 
 import anyio
 import numpy as np
@@ -25,8 +23,6 @@ from kvass.common.transport.seam import Copies
 from kvass.kvstore import messages as m
 from kvass.kvstore.links import CALL_S, NodeLink
 from kvass.kvstore.transfers import TRANSFER_S, Transfers
-
-R = TypeVar("R")
 
 BEGIN_S = 2 * CALL_S  # a node may wait a second for landing memory before it answers
 
@@ -118,36 +114,27 @@ class _Put:
         Returns whether nothing is left to abort."""
         places = self.transfers.places(list(self.slots.values()))
         request = self._request(put_id, terms, places.tobytes())
-        begun: list[m.PutPlaces] = []
-
-        async def commit() -> m.PutStored:
+        left_s = request.deadline_s
+        async with self.link.asked(request, deadline_s=left_s, limit_s=TRANSFER_S) as reply:
             await self._hash(places)
-            return await self._commit(put_id, list(self.slots))
-
-        async def begin() -> None:
-            left_s = request.deadline_s
-            begun.append(await self.link.call(request, deadline_s=left_s, limit_s=TRANSFER_S))
-
-        stored = await _beside(begin, commit)
-        if begun[0].loan is not None:
+            stored = await self._commit(put_id, list(self.slots))
+            begun = await reply()
+        if begun.loan is not None:
             raise self.link.wrong("a loan where none is of use")
-        return self._note(self._answered(begun[0]), stored)
+        return self._note(self._answered(begun), stored)
 
     async def _write_loan(self, put_id: str, terms: PutTerms) -> bool:
         """Ask for places, and hash the slots meanwhile: nearly all that is pushed is granted. Then
         write what was granted. Returns whether nothing is left to abort."""
         request = self._request(put_id, terms)
-
-        async def begin() -> m.PutPlaces:
-            left_s = request.deadline_s
-            return await self.link.call(request, deadline_s=left_s, limit_s=BEGIN_S)
-
-        own = self.transfers.places(list(self.slots.values()))
-        places = await _beside(partial(self._hash, own), begin)
-        granted = self._answered(places)
+        left_s = request.deadline_s
+        async with self.link.asked(request, deadline_s=left_s, limit_s=BEGIN_S) as reply:
+            await self._hash(self.transfers.places(list(self.slots.values())))
+            begun = await reply()
+        granted = self._answered(begun)
         if not granted:
             return True
-        loan = await self._checked(places.loan, len(granted))
+        loan = await self._checked(begun.loan, len(granted))
         self._started = True
         await self._write(loan, [self.slots[index] for index in granted])
         return self._note(granted, await self._commit(put_id, granted))
@@ -234,31 +221,6 @@ class _Put:
             await writer.write(
                 target.card.start_id, copies, tag=target.tag, deadline_s=self._left_s()
             )
-
-
-async def _beside(first: Callable[[], Awaitable[None]], second: Callable[[], Awaitable[R]]) -> R:
-    """Run two calls at once; return what the second one does. Raises the first KvassError as what
-    it is, when neither is under way any more."""
-    failures: list[KvassError] = []
-
-    async def run_first() -> None:
-        try:
-            await first()
-        except KvassError as error:
-            failures.append(error)
-            tasks.cancel_scope.cancel()
-
-    result: list[R] = []
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(run_first)
-        try:
-            result.append(await second())
-        except KvassError as error:
-            failures.append(error)
-            tasks.cancel_scope.cancel()
-    if failures:
-        raise failures[0]
-    return result[0]
 
 
 def _by_tenant(
