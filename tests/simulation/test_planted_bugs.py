@@ -24,6 +24,7 @@ from kvass.gateway.session import Session
 from kvass.kvstore import messages as m
 from kvass.kvstore.client import pulls
 from kvass.kvstore.client.pulls import PullOutcome, _Batch
+from kvass.kvstore.flash.log import FlashLog
 from kvass.kvstore.index.ledger import Entry, Ledger
 from kvass.kvstore.links import NodeLink
 from kvass.kvstore.node.calls.arrivals import Arrival, Arrivals, Judged
@@ -222,6 +223,19 @@ def a_reader_asks_the_first_home_only(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Router, "_looked_at", first)
 
 
+def a_block_on_flash_is_found_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
+    """What is on its way to a file counts as in it, whatever becomes of it."""
+    publish = FlashLog._publish
+
+    def publishes(log: FlashLog) -> None:
+        appender = log._appender
+        written, appender.written = appender.written, appender.position
+        publish(log)
+        appender.written = written
+
+    patch.setattr(FlashLog, "_publish", publishes)
+
+
 # With each bug the number of seeds within which it must be found, and what finds it.
 BUGS: list[tuple[Plant, int, str]] = [
     (a_leased_slot_is_freed, 20, "a leased slot was given back"),
@@ -235,6 +249,7 @@ BUGS: list[tuple[Plant, int, str]] = [
     (a_worker_computes_wrong, 60, "audit found"),
     (a_copy_is_taken_unchecked, 60, ""),
     (a_drain_is_over_too_early, 100, "may leave, and a block goes with it"),
+    (a_block_on_flash_is_found_before_it_is_written, 40, "wrong bytes on flash"),
     (a_reader_asks_the_first_home_only, 60, "nobody finds after a crash"),
     (a_hold_is_never_released, 20, "guarded_bytes"),
     (a_call_that_is_left_goes_on, 20, ""),
