@@ -13,8 +13,9 @@
 
 Blocks carry no tokens, so a worker checks chains of its own jobs; blocks of a chain's beginning
 only, since each must be computed from the first token on, and nothing that the store says is taken
-for granted. It costs `audit_share` of the worker's time at most, and no job waits for more than the
-step under way. A worker that fails its own test ends itself: it must not commit blocks.
+for granted. It costs `audit_share` of the worker's time at most. No job waits for more than the
+step under way; where the pool has no room for both, for the audit's end. A worker that fails its
+own test ends itself: it must not commit blocks.
 
 Workers of one namespace that are deterministic compute the same bits (`device_kind`): between them
 one other bit is a fault. Where the auditor, or a writer up to the block, is not deterministic or
@@ -62,7 +63,8 @@ PULL_S = 10.0
 class Bench:
     """What an auditor computes with and compares by. `error` of two slots is 0.0 where all bits are
     equal, and at most 1.0 where rounding explains it, as it can unless this worker is
-    `deterministic`. `digest` names the bytes of slots. `probe` is a known prompt."""
+    `deterministic`. `digest` names the bytes of slots. `probe` is a known prompt. `on_release`
+    tells that slots came back: a job may wait for them."""
 
     pool: BlockPool
     steps: Steps
@@ -73,6 +75,7 @@ class Bench:
     probe: Sequence[int]
     block_tokens: int
     chunk_tokens: int
+    on_release: Callable[[], None]
 
     @contextmanager
     def slots(self, count: int) -> Iterator[list[int]]:
@@ -82,6 +85,7 @@ class Bench:
             yield slots
         finally:
             self.pool.release(slots)
+            self.on_release()
 
     async def compute(self, tokens: Sequence[int], slots: Sequence[int]) -> None:
         """Prefill tokens from the first one on."""

@@ -207,6 +207,7 @@ def _auditor(
         probe=known_answer.prompt(engine.spec),
         block_tokens=layout.block_tokens,
         chunk_tokens=config.prefill.chunk_tokens,
+        on_release=loop.wake,
     )
     auditor = Auditor(
         name=member.hello.member_id,

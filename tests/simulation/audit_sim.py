@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from hashlib import blake2b
 
 from hash_model import BLOCK, HashModel
-from kvass.common.executor import Executor
 from kvass.common.membership import Peer
 from kvass.common.pool.pool import BlockPool
 from kvass.common.worker import DETERMINISTIC
@@ -30,7 +29,7 @@ def bench_of(
     memory: SlotArray,
     pool: BlockPool,
     model: HashModel,
-    executor: Executor,
+    loop: PrefillLoop,
     *,
     deterministic: bool = True,
 ) -> Bench:
@@ -38,13 +37,14 @@ def bench_of(
     return Bench(
         pool=pool,
         steps=model,
-        executor=executor,
+        executor=loop._executor,
         error=lambda one, other: float((array[one] != array[other]).mean()) / ROUNDING,
         deterministic=deterministic,
         digest=lambda slots: blake2b(array[list(slots)].tobytes()).digest(),
         probe=PROBE,
         block_tokens=BLOCK,
         chunk_tokens=4 * BLOCK,
+        on_release=loop.wake,
     )
 
 

@@ -179,7 +179,7 @@ def _start_prefill(
     tasks.start_soon(loop.run)
     pool = engine.pool
     life = Life("prefill", member, worker, server, tasks, pool, loop, compute, worker.wires)
-    bench = bench_of(worker.memory, pool, model, compute)
+    bench = bench_of(worker.memory, pool, model, loop)
     life.auditor = auditor_of(worker, loop, bench, [pool], WRITERS)
     return life
 

@@ -48,7 +48,7 @@ def an_auditor(
         prefiller.worker.memory,
         prefiller.pool,
         prefiller.model,
-        prefiller.loop._executor,
+        prefiller.loop,
         deterministic=deterministic,
     )
     pools = [each.pool for each in emptied]
@@ -204,6 +204,23 @@ async def test_audits_take_no_more_than_their_share_of_time_and_none_while_jobs_
         await anyio.sleep(10)
         steps = (checker.model.rows - rows) / (4 * BLOCK)  # of 0.01 s each
         assert 0 < steps * 0.01 <= 0.01 * (anyio.current_time() - begun_s) + 0.05
+
+
+async def test_a_job_that_has_no_room_beside_an_audit_goes_on_when_that_is_over() -> None:
+    """Seed 1764603189: nobody told the loop that the auditor's slots had come back, and the job
+    waited for the next one, or its deadline, on a worker that did nothing."""
+    async with cluster() as sim:
+        writer, checker, auditor = two(sim)
+        await writer.prefill(prompt(1, 40), "w")
+        await checker.prefill([*prompt(1, 40), *prompt(99, 2)], "c")
+        auditor._known = await auditor.bench.probed()
+        sim.tasks.start_soon(auditor.audit, auditor._jobs[-1])
+        while not checker.pool.counts()["private"]:
+            await anyio.sleep(0.001)
+        begun_s = anyio.current_time()
+        with anyio.move_on_after(60):
+            await checker.prefill(prompt(5, 62), "j")
+        assert auditor.right and anyio.current_time() - begun_s < 5
 
 
 def test_no_share_is_no_audit() -> None:
