@@ -1,14 +1,15 @@
-"""The broker inside `kvass up`: amqtt on loopback, for one machine.
+"""The broker inside `kvass up` and `kvass broker`: amqtt, and what it lacks for us.
 
 It keeps nothing on disk and takes any connection: members listen to nobody who has not the
-cluster's secret. A cluster on several hosts runs a broker of its own (`--broker host:port`) with
-access rules of its own.
+cluster's secret. Who wants access rules runs another one (`--broker host:port`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,6 +18,8 @@ import anyio
 from amqtt.broker import Broker
 from amqtt.errors import BrokerError
 
+from kvass.common.addresses import require_own
+from kvass.common.bus import host_and_port
 from kvass.common.errors import Unavailable
 
 # amqtt tells every packet at INFO and every lost connection at WARNING; a member says both better.
@@ -111,8 +114,7 @@ class _Broker(Broker):  # type: ignore[misc]  # amqtt has no types
 @asynccontextmanager
 async def run_broker(address: str) -> AsyncIterator[None]:
     """Serve MQTT on `host:port` while the context lasts; raises Unavailable when it is taken."""
-    for name in _LOGGERS:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    _hear(logging.CRITICAL)  # why it does not start is said below, in a line
     broker = _Broker(
         {
             "listeners": {"default": {"type": "tcp", "bind": address}},
@@ -124,7 +126,10 @@ async def run_broker(address: str) -> AsyncIterator[None]:
     try:
         await broker.start()
     except BrokerError as error:
-        raise Unavailable(f"broker on {address}: {error}") from None
+        cause = error.__cause__ or error.__context__
+        why = os.strerror(cause.errno) if isinstance(cause, OSError) and cause.errno else error
+        raise Unavailable(f"broker on {address}: {why}") from None
+    _hear(logging.ERROR)
     try:
         yield
     finally:
@@ -132,3 +137,20 @@ async def run_broker(address: str) -> AsyncIterator[None]:
             await broker.shutdown()
         with anyio.CancelScope(shield=True):
             await broker.close_rest()
+
+
+def _hear(level: int) -> None:
+    for name in _LOGGERS:
+        logging.getLogger(name).setLevel(level)
+
+
+async def serve_broker(address: str) -> None:
+    """Serve MQTT on `host:port` until SIGTERM or SIGINT. Raises Invalid for an address that is none
+    of this machine's, Unavailable when it is taken."""
+    host, _ = host_and_port(address)
+    require_own(host)
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async with run_broker(address):
+            print(f"kvass: broker on {address}", flush=True)
+            async for _ in signals:
+                return

@@ -23,6 +23,7 @@ from kvass.common.errors import Invalid, KvassError
 from kvass.common.membership import Role
 from kvass.common.native import library
 from kvass.kvstore.messages import DrainHow
+from kvass.launch.broker import serve_broker
 from kvass.launch.drain import drain as drain_node
 from kvass.launch.drop import chosen
 from kvass.launch.drop import drop as drop_blocks
@@ -253,6 +254,16 @@ def store(
         host=host,
     )
     _run_member("store", member_id, config, overrides)
+
+
+@app.command()
+def broker(
+    address: Annotated[
+        str, typer.Argument(metavar="HOST:PORT", help="Where to listen.")
+    ] = "127.0.0.1:1883",
+) -> None:
+    """Run the MQTT broker of a cluster on several hosts; members name it with `--broker`."""
+    anyio.run(serve_broker, address)
 
 
 @app.command()
