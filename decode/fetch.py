@@ -25,10 +25,11 @@ WAIT_S = 5.0  # a wait is asked again after this: nodes come and go
 
 class Ticket(Protocol):
     """What fetching needs of a request. `prefill_over` is set when no more blocks will come; until
-    then `on_landed` hears of those that have, whose places in the store others may need."""
+    then `on_settled` hears of those that were there and are not pulled again, be they here now or
+    not: others may need their places in the store."""
 
     @property
-    def on_landed(self) -> Callable[[Collection[int]], None]: ...
+    def on_settled(self) -> Callable[[Collection[int]], None]: ...
 
     @property
     def table(self) -> BlockTable: ...
@@ -70,7 +71,10 @@ class Fetcher:
                 continue
             visible = await self._visible(ticket, wanted)
             if visible:
-                failed |= await self._pull(ticket, visible)
+                ours, landed = await self._pull(ticket, visible)
+                failed |= ours - landed
+                if ours and not ticket.prefill_over.is_set():
+                    ticket.on_settled(ours)
             elif is_last_look:
                 return
 
@@ -94,18 +98,19 @@ class Fetcher:
             tasks.cancel_scope.cancel()
         return indices_of(visible)
 
-    async def _pull(self, ticket: Ticket, indices: list[int]) -> set[int]:
-        """Pull blocks, or wait for another request's pull of them; return those that failed."""
+    async def _pull(self, ticket: Ticket, indices: list[int]) -> tuple[set[int], set[int]]:
+        """Pull blocks where that pays, or wait for another request's pull of them; return those
+        that were this request's to pull, and those of them that came."""
         table = ticket.table
         ours = [i for i in indices if table.chain.keys[i] not in self._in_flight]
         if not ours:
             await self._in_flight[table.chain.keys[indices[0]]].wait()
-            return set()
+            return set(), set()
         worth = [low for low in ranges_of(ours) if self._pays(low, table.block_tokens)]
         size = table.block_tokens
         chosen = [index for index in indices_of(worth) if table.grow((index + 1) * size)]
         if not chosen:
-            return set(ours)
+            return set(ours), set()
         ended = Event()
         for index in chosen:
             self._in_flight[table.chain.keys[index]] = ended
@@ -113,13 +118,11 @@ class Fetcher:
             landed = await self._transfer(table.chain, chosen, [table.slots[i] for i in chosen])
             for index in landed:
                 table.landed(index)
-            if landed and not ticket.prefill_over.is_set():
-                ticket.on_landed(landed)
         finally:
             for index in chosen:
                 del self._in_flight[table.chain.keys[index]]
             ended.set()
-        return set(ours) - landed
+        return set(ours), landed
 
     def _pays(self, blocks: Range, block_tokens: int) -> bool:
         count = blocks[1] - blocks[0]

@@ -56,7 +56,7 @@ class Ticket:
     row: RowState
     text: TextStream
     on_pulled: Callable[[], None]
-    on_landed: Callable[[Collection[int]], None] = lambda indices: None
+    on_settled: Callable[[Collection[int]], None] = lambda indices: None
     prefill_over: anyio.Event = field(default_factory=anyio.Event)
     changed: anyio.Event = field(default_factory=anyio.Event)
     delta: Delta = field(default_factory=Delta)

@@ -128,7 +128,7 @@ class Service:
                 generated=generated,
                 text_sent=request.text_sent if generated else None,
             ),
-            on_landed=lambda indices: self._unhold(request, chain, indices),
+            on_settled=lambda indices: self._unhold(request, chain, indices),
             on_pulled=lambda: self._release_hold(request),
         )
         if not request.prefill_pending:

@@ -249,7 +249,7 @@ BUGS: list[tuple[Plant, int, str]] = [
     (a_worker_computes_wrong, 60, "audit found"),
     (a_copy_is_taken_unchecked, 60, ""),
     (a_drain_is_over_too_early, 100, "may leave, and a block goes with it"),
-    (a_block_on_flash_is_found_before_it_is_written, 40, "wrong bytes on flash"),
+    (a_block_on_flash_is_found_before_it_is_written, 120, "wrong bytes on flash"),
     (a_reader_asks_the_first_home_only, 60, "nobody finds after a crash"),
     (a_hold_is_never_released, 20, "guarded_bytes"),
     (a_call_that_is_left_goes_on, 20, ""),

@@ -12,6 +12,7 @@ import torch
 import trio.testing
 
 from hash_model import BLOCK, reference
+from kvass.common.costs import Costs
 from kvass.common.errors import KvassError, Unavailable
 from kvass.common.model.runner import Rows
 from store_sim import LAYOUT, Cluster, chain_from, cluster
@@ -103,6 +104,20 @@ async def test_a_prompt_longer_than_all_that_may_be_held_gets_through() -> None:
         assert got == (reference(prompt, 6), len(prompt))
         assert prefiller.not_stored == ""
         assert decoder.model.rows == 6, "decode computed what could not be stored"
+        assert anyio.current_time() - begun_s < 2.0
+        await at_rest(sim, prefiller, decoder)
+
+
+async def test_what_decode_would_rather_compute_is_not_held_for_it() -> None:
+    """Seed 1764603033: its blocks kept half of a small node until their job gave up the others."""
+    async with cluster() as sim:
+        sim.add_node("store-0", blocks=32)
+        prefiller, decoder = add_prefiller(sim, slots=96), add_decoder(sim, slots=96)
+        decoder.loop._fetcher._costs = Costs(tokens_per_s=1e9)
+        prompt = prompt_of(64 * BLOCK + 1)
+        begun_s = anyio.current_time()
+        await disaggregated(prefiller, decoder, prompt, 6, "long")
+        assert prefiller.not_stored == ""
         assert anyio.current_time() - begun_s < 2.0
         await at_rest(sim, prefiller, decoder)
 

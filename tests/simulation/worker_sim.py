@@ -130,7 +130,7 @@ class Decoder:
             sequence=DecodeSequence(request, table, list(prompt)),
             row=RowState(request.sampling, request.stop, prompt=prompt, eos_token_ids=()),
             text=TextStream(tokenizer(), prompt, request.stop, frozenset()),
-            on_landed=lambda indices: unhold(store.router, name, table.chain, indices),
+            on_settled=lambda indices: unhold(store.router, name, table.chain, indices),
             on_pulled=release,
         )
         if not prefill_pending:
