@@ -214,7 +214,7 @@ def index_bytes(size: int, tokens: int = INDEX_TOKENS) -> int:
         )  # fmt: skip
         entry = ledger.open(header, 1, math.inf)
         assert entry is not None
-        ledger.publish(entry, header)
+        ledger.publish([entry], [header])
     ledger.news.clear()
     used = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()

@@ -119,7 +119,7 @@ def _fill(ledger: Ledger, policy: Eviction, missing: Sequence[BlockHeader]) -> N
         entry = ledger.open(header, 1, math.inf)
         if entry is None:
             return  # nor is there room for its children
-        ledger.publish(entry, header)
+        ledger.publish([entry], [header])
 
 
 def policies(requests: Requests) -> dict[str, Callable[[int], Eviction]]:

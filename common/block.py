@@ -185,7 +185,7 @@ class BlockLayout:
         }
 
 
-class BlockHeader(msgspec.Struct, frozen=True, array_like=True):
+class BlockHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a store node knows of a block besides its bytes.
 
     It lives in the node's index (and before the payload on flash), never in a slot. `index` is the

@@ -29,6 +29,27 @@ class Moving:
     life: int
 
 
+def move_in(
+    move: Move, memory: dict[int, object], expected: dict[int, object], life: int
+) -> Moving:
+    """The first byte of each place lands."""
+    size = move.entry.group_size
+    places = [move.entry.slot.offset + g * size for g in move.groups]
+    assert not places or places[0] == move.offset
+    moving = Moving(move, places, life)
+    for place in places:
+        memory[place] = expected[place] = moving
+    return moving
+
+
+def land(moving: Moving, memory: dict[int, object], expected: dict[int, object]) -> None:
+    """The last byte of each place lands only now."""
+    for place in moving.places:
+        assert expected.pop(place) is moving
+        assert memory[place] is moving, "a slot was reused while bytes moved into it"
+        memory[place] = moving.move.entry.header.key
+
+
 def key_of(chain: int, index: int) -> bytes:
     """Chains 0 and 1 share their first two blocks."""
     chain = 0 if chain == 1 and index < 2 else chain

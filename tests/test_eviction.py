@@ -202,7 +202,7 @@ class Store:
             entry = self._ledger.open(header, 1, math.inf)
             if entry is None:
                 break
-            self._ledger.publish(entry, header)
+            self._ledger.publish([entry], [header])
         self._ledger.news.clear()
         return found
 

@@ -7,7 +7,7 @@ and when it ends. So a slot that is reused too early, by whatever path, shows as
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -25,7 +25,7 @@ from kvass.common.block import BlockHeader
 from kvass.kvstore.index.leases import Lease
 from kvass.kvstore.index.ledger import Entry
 from kvass.kvstore.node.copies.fills import OWN_SESSION
-from store_draws import chains, groups, holds, ranges, readings, seldom, sessions
+from store_draws import Places, chains, groups, holds, ranges, readings, seldom, sessions, wrongs
 from store_model import (
     CLAIM_S,
     GROUPS,
@@ -36,6 +36,8 @@ from store_model import (
     Moving,
     copier,
     key_of,
+    land,
+    move_in,
     new_index,
     order_of,
     space_of,
@@ -134,43 +136,45 @@ class IndexMachine(RuleBasedStateMachine):
         return self._begin_move(put) or multiple()
 
     def _begin_move(self, put: tuple[str, str, bytes]) -> Moving | None:
-        put_id, session, key = put
-        (move,) = self.index.begin_moves(put_id, session, [key], self.now_s)
-        if move is None:
-            return None
-        again = self.index.begin_moves(put_id, session, [key], self.now_s)
-        assert again == [None], "a commit that comes twice is none"
-        size = move.entry.group_size
-        places = [move.entry.slot.offset + g * size for g in move.groups]
-        moving = Moving(move, places, self.life)
-        for place in places:
-            self.memory[place] = moving  # the first byte has landed
-            self.expected[place] = moving
-        return moving
+        return self._begin_moves([put])[0]
+
+    def _begin_moves(self, puts: Sequence[tuple[str, str, bytes]]) -> list[Moving | None]:
+        """Begin moves of one put, all at once."""
+        if not puts:
+            return []
+        put_id, session, _ = puts[0]
+        keys = [key for _, _, key in puts]
+        moves = self.index.begin_moves(put_id, session, keys, self.now_s)
+        again = self.index.begin_moves(put_id, session, keys, self.now_s)
+        assert again == [None] * len(keys), "a commit that comes twice is none"
+        where = self.memory, self.expected, self.life
+        return [None if move is None else move_in(move, *where) for move in moves]
 
     @rule(moving=consumes(moves), good=st.booleans())
     def end_move(self, moving: Moving, good: bool) -> None:
-        if moving.life != self.life:
-            return  # it ended with the process whose memory it moved into
-        for place in moving.places:
-            assert self.expected.pop(place) is moving
-            assert self.memory[place] is moving, "a slot was reused while bytes moved into it"
-            self.memory[place] = moving.move.entry.header.key  # the last byte lands only now
-        self.index.end_move(moving.move, (1,) * len(moving.places) if good else None)
+        if moving.life == self.life:  # else it ended with the process whose memory it moved into
+            self._end_moves([moving], [good])
 
-    @rule(chain=chains, indices=ranges, session=sessions, hold=holds, read=readings)
+    def _end_moves(self, all_moving: Sequence[Moving], good: Sequence[bool]) -> None:
+        """Moves of one put end, all at once."""
+        for moving in all_moving:
+            land(moving, self.memory, self.expected)
+        each = zip(all_moving, good, strict=True)
+        sums = [(1,) * len(moving.places) if right else None for moving, right in each]
+        self.index.end_moves([moving.move for moving in all_moving], sums)
+
+    @rule(chain=chains, indices=ranges, session=sessions, hold=holds, read=readings, wrong=wrongs)
     def put_whole(
-        self, chain: int, indices: range, session: str, hold: str, read: tuple[int, ...]
+        self, chain: int, indices: range, session: str, hold: str, read: Places, wrong: Places
     ) -> None:
         """The ordinary case, so that what lies behind it is reached; while chains are `read`."""
         for each in read:
             self.get_begin(each, range(6))
         granted = self._put_begin(chain, indices, session, range(GROUPS), hold)
         self.nothing_protected_is_evicted_and_no_parent_before_its_children()
-        for put in granted:
-            moving = self._begin_move(put)
-            assert moving is not None
-            self.end_move(moving, good=True)
+        moving = [each for each in self._begin_moves(granted) if each is not None]
+        assert len(moving) == len(granted)
+        self._end_moves(moving, [place not in wrong for place in range(len(moving))])
 
     @rule(target=fills, chain=chains, indices=ranges)
     def begin_fill(self, chain: int, indices: range) -> object:

@@ -12,7 +12,7 @@ writer puts anew after a drop is taken: it is new. It refuses to know where bloc
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvass.common.block import BlockHeader
 
@@ -52,6 +52,14 @@ class Erasures:
     def barred_count(self) -> int:
         """How many writers are barred, or were and have not written since."""
         return len(self._barred)
+
+    def refused_of(
+        self, headers: Iterable[BlockHeader], now_s: float, *, is_copy: bool
+    ) -> set[bytes]:
+        """Return the keys of the blocks that must not be taken; see `refuses`."""
+        if not self._barred and not (is_copy and self._marks):
+            return set()
+        return {h.key for h in headers if self.refuses(h, now_s, is_copy=is_copy)}
 
     def refuses(self, header: BlockHeader, now_s: float, *, is_copy: bool) -> bool:
         """Whether a block must not be taken: its writer is barred, or it is a copy of what was

@@ -59,7 +59,7 @@ class Extent:
         return sorted(set(every).difference(self.free))
 
 
-class Slot(msgspec.Struct, frozen=True, eq=False):
+class Slot(msgspec.Struct, frozen=True, eq=False, gc=False):
     """`size` bytes at `offset` of the slab; given back exactly once."""
 
     offset: int
@@ -90,19 +90,31 @@ class Extents:
 
         Raises Invalid for a size that can never fit.
         """
+        slots = self.take_some(size, 1)
+        return slots[0] if slots else None
+
+    def take_some(self, size: int, most: int) -> list[Slot]:
+        """Hand out slots as `take` does, up to `most` of them, as long as holes are large enough.
+
+        Raises Invalid for a size that can never fit.
+        """
         size = slot_size(size)
         if not 0 < size <= self.total:
             raise Invalid(f"a block of {size} bytes does not fit into a slab of {self.total}")
-        extent = next(iter(self._open.get(size, ())), None)
-        if extent is None:
-            extent = self._cut(size)
+        slots: list[Slot] = []
+        while len(slots) < most:
+            extent = next(iter(self._open.get(size, ())), None)
             if extent is None:
-                return None
-        slot = Slot(extent.free.pop(), size, extent)
-        if not extent.free:
-            del self._open[size][extent]
-        self.free_bytes -= size
-        return slot
+                extent = self._cut(size)
+                if extent is None:
+                    break
+            left = max(0, len(extent.free) - (most - len(slots)))
+            slots += [Slot(offset, size, extent) for offset in reversed(extent.free[left:])]
+            del extent.free[left:]
+            if not extent.free:
+                del self._open[size][extent]
+        self.free_bytes -= size * len(slots)
+        return slots
 
     def give(self, slot: Slot) -> None:
         """Take a slot back."""

@@ -44,6 +44,11 @@ class Guards:
         """Bytes that are held or pinned, each block counted once."""
         return self._bytes
 
+    @property
+    def room_bytes(self) -> int:
+        """Bytes that may be held besides."""
+        return self.cap_bytes - self._bytes
+
     def bytes_of(self, kind: GuardKind) -> int:
         """Return the bytes under guards of one kind, a block counted once an owner."""
         return sum(guard.size_bytes for owner, guard in self._guards.items() if owner[0] == kind)

@@ -152,8 +152,7 @@ class Index:
         self.expire(now_s)
         if self.draining and not order.is_own:
             return ["visible" if self.ledger.visible(h.key) else "elsewhere" for h in order.headers]
-        refuses = self.erasures.refuses
-        refused = {h.key for h in order.headers if refuses(h, now_s, is_copy=order.is_copy)}
+        refused = self.erasures.refused_of(order.headers, now_s, is_copy=order.is_copy)
         if not refused:
             return self.puts.begin(order)
         taken = [header for header in order.headers if header.key not in refused]
@@ -172,12 +171,21 @@ class Index:
         self.expire(now_s)
         return self.puts.begin_moves(put_id, session, keys)
 
-    def end_move(self, move: Move, checksums: Sequence[int] | None) -> bool:
-        """End a move; `checksums` of bytes that were checked in place, or None. Returns success."""
-        stored = self.puts.end_move(move, checksums)
-        if move.entry.state == "visible":
-            self.claims.end(move.entry.header.key)
+    def end_moves(
+        self, moves: Sequence[Move], checksums: Sequence[Sequence[int] | None]
+    ) -> list[bool]:
+        """End moves of one put; `checksums` of bytes that were checked in place, or None. Returns
+        of each whether it succeeded."""
+        stored = self.puts.end_moves(moves, checksums)
+        if len(self.claims):
+            for move in moves:
+                if move.entry.state == "visible":
+                    self.claims.end(move.entry.header.key)
         return stored
+
+    def end_move(self, move: Move, checksums: Sequence[int] | None) -> bool:
+        """As `end_moves`, of one."""
+        return self.end_moves([move], [checksums])[0]
 
     def put_abort(self, put_id: str, session: str, now_s: float) -> None:
         """Give up a put."""

@@ -13,7 +13,7 @@ Every slot in use is charged to its block's tenant (`shares.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -26,7 +26,7 @@ State = Literal["writing", "visible", "retired", "quarantined"]
 STATES: tuple[State, ...] = ("writing", "visible", "retired", "quarantined")
 
 
-class Group(msgspec.Struct):
+class Group(msgspec.Struct, frozen=True):
     """One head group of a block that is being written.
 
     `put_id` is empty once its put was aborted: then it only waits for its `moving` bytes to stop.
@@ -37,13 +37,17 @@ class Group(msgspec.Struct):
     checksum: int | None = None
 
 
-class Entry(msgspec.Struct, eq=False):
+Groups = Mapping[int, Group]
+NO_GROUPS: Groups = {}
+
+
+class Entry(msgspec.Struct, eq=False, gc=False):
     """A block's slot and what it is used for. All fields are mutable; `slot` changes only while
     nobody has a lease on the block and no bytes move.
 
     While writing, `header` has no checksums, `groups` holds the head groups that are in or
-    promised, and at `ends_s` what is still not whole is given up. `moves` counts transfers into the
-    slot.
+    promised (the blocks of one put share a map, so it is replaced and never changed), and at
+    `ends_s` what is still not whole is given up. `moves` counts transfers into the slot.
     """
 
     header: BlockHeader
@@ -51,7 +55,7 @@ class Entry(msgspec.Struct, eq=False):
     head_groups: int
     ends_s: float
     state: State = "writing"
-    groups: dict[int, Group] = msgspec.field(default_factory=dict)
+    groups: Groups = NO_GROUPS
     moves: int = 0
     leases: int = 0
 
@@ -94,6 +98,18 @@ class Ledger:
         entry = self.entries.get(key)
         return entry if entry is not None and entry.state == "visible" else None
 
+    def open_free(
+        self, headers: Sequence[BlockHeader], head_groups: int, ends_s: float
+    ) -> list[Entry]:
+        """Start new blocks of one length as `open` does, the first ones of `headers`, as many as
+        nothing must be evicted or moved for; none if they are of several tenants."""
+        tenant, size = headers[0].tenant, slot_size(headers[0].length)
+        tenants = [header.tenant for header in headers]
+        if tenants.count(tenant) < len(tenants) or self.shares.is_over(tenant, size * len(tenants)):
+            return []
+        slots = self.extents.take_some(size, len(headers))
+        return self._enter(headers[: len(slots)], slots, head_groups, ends_s) if slots else []
+
     def open(
         self, header: BlockHeader, head_groups: int, ends_s: float, *, evicts: bool = True
     ) -> Entry | None:
@@ -113,12 +129,26 @@ class Ledger:
                 return None
             self._evict(victim)
             slot = self._take(size)
-        entry = Entry(header, slot, head_groups, ends_s)
-        self.entries[header.key] = entry
-        self._at[slot.offset] = entry
-        self._count(entry, 1)
-        self.shares.charge(tenant, slot.size)
-        return entry
+        return self._enter([header], [slot], head_groups, ends_s)[0]
+
+    def _enter(
+        self,
+        headers: Sequence[BlockHeader],
+        slots: Sequence[Slot],
+        head_groups: int,
+        ends_s: float,
+    ) -> list[Entry]:
+        entries = [
+            Entry(header, slot, head_groups, ends_s)
+            for header, slot in zip(headers, slots, strict=True)
+        ]
+        self.entries.update(zip([header.key for header in headers], entries, strict=True))
+        self._at.update(zip([slot.offset for slot in slots], entries, strict=True))
+        size = slots[0].size * len(slots)
+        self.blocks["writing"] += len(slots)
+        self.sizes["writing"] += size
+        self.shares.charge(headers[0].tenant, size, len(slots))
+        return entries
 
     def _take(self, size: int) -> Slot | None:
         """Take a slot, moving blocks together when the free bytes would do and none fits."""
@@ -158,18 +188,26 @@ class Ledger:
         self.evictions += 1
         self.remove(self.entries[key])
 
-    def publish(self, entry: Entry, header: BlockHeader) -> None:
-        """Make a block readable; every byte of it is in place and was checked."""
-        assert entry.state == "writing" and not entry.moves
-        self._move(entry, "visible")
-        self.stored += 1
-        entry.header = header
-        entry.groups = {}
-        self._children[header.parent] = self._children.get(header.parent, 0) + 1
-        self.shares.insert(header)
-        self.news.append(header.key)
-        if header.key not in self._children and not self._guarded(header.key):
-            self.shares.offer(header)
+    def publish(self, entries: Sequence[Entry], headers: Sequence[BlockHeader]) -> None:
+        """Make blocks readable; every byte of them is in place and was checked."""
+        size, children = 0, self._children
+        for entry, header in zip(entries, headers, strict=True):
+            assert entry.state == "writing" and not entry.moves
+            entry.state = "visible"
+            entry.header = header
+            entry.groups = NO_GROUPS
+            size += entry.slot.size
+            children[header.parent] = children.get(header.parent, 0) + 1
+        self.blocks["writing"] -= len(entries)
+        self.blocks["visible"] += len(entries)
+        self.sizes["writing"] -= size
+        self.sizes["visible"] += size
+        self.stored += len(entries)
+        self.news += [header.key for header in headers]
+        self.shares.insert(headers)
+        for header in headers:
+            if header.key not in children and not self._guarded(header.key):
+                self.shares.offer(header)
 
     def remove(self, entry: Entry) -> None:
         """Forget a block's name now; its slot comes back as soon as nobody uses it."""
@@ -200,17 +238,19 @@ class Ledger:
         entry.leases -= 1
         self._settle(entry)
 
-    def begin_move(self, entry: Entry) -> None:
-        """Bytes start to move into the slot."""
-        assert entry.state == "writing"
-        entry.moves += 1
+    def begin_moves(self, entries: Iterable[Entry]) -> None:
+        """Bytes start to move into the slots."""
+        for entry in entries:
+            assert entry.state == "writing"
+            entry.moves += 1
 
-    def end_move(self, entry: Entry) -> None:
+    def end_moves(self, entries: Iterable[Entry]) -> None:
         """They have stopped, for sure."""
-        assert entry.moves > 0
-        entry.moves -= 1
-        if entry.state != "writing":
-            self._settle(entry)
+        for entry in entries:
+            assert entry.moves > 0
+            entry.moves -= 1
+            if entry.state != "writing":
+                self._settle(entry)
 
     def offer(self, entry: Entry) -> None:
         """Let the policy evict the block, if nothing protects it."""

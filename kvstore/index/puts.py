@@ -12,7 +12,7 @@ Nothing is readable before all of it was checked in its slot.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -22,7 +22,7 @@ from kvass.common.block import BlockHeader
 from kvass.common.errors import Invalid, Overloaded
 from kvass.kvstore.index.deadlines import Deadlines
 from kvass.kvstore.index.guards import Guards, Owner
-from kvass.kvstore.index.ledger import Entry, Group, Ledger
+from kvass.kvstore.index.ledger import Entry, Group, Groups, Ledger
 
 PUTS_MAX = 16_384  # sixteen connections with their windows full of puts
 # A put that is late comes within the seconds that its writer still tries: thousands of jobs ago at
@@ -34,8 +34,9 @@ Verdict = Literal["granted", "visible", "busy", "full", "elsewhere"]
 
 @dataclass(frozen=True, slots=True)
 class PutOrder:
-    """What a writer asks for. `session` is its start id; `headers` come in chain order, without
-    checksums. What is not in at `ends_s` is given up; holds last until `hold_ends_s`."""
+    """What a writer asks for. `session` is its start id; `headers` come in chain order, have
+    one length, and no checksums. What is not in at `ends_s` is given up; holds last until
+    `hold_ends_s`."""
 
     put_id: str
     session: str
@@ -52,23 +53,24 @@ class PutOrder:
 
 @dataclass(slots=True, eq=False)
 class _Put:
+    """Mutable field: `entries`. `promised` and `moving` are what its share of a block is."""
+
     session: str
     groups: range
     ends_s: float
+    promised: Groups
+    moving: Groups
     entries: dict[bytes, Entry] = field(default_factory=dict)
 
 
-class Move(msgspec.Struct, frozen=True, eq=False):
-    """Bytes on their way into a slot: end it exactly once, whatever happened."""
+class Move(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """Bytes on their way into a slot: end it exactly once, whatever happened. `offset`: where in
+    the slab the put's head groups start."""
 
     entry: Entry
     put_id: str
     groups: range
-
-    @property
-    def offset(self) -> int:
-        """Where in the slab the put's head groups start."""
-        return self.entry.slot.offset + self.groups.start * self.entry.group_size
+    offset: int
 
     @property
     def size(self) -> int:
@@ -104,16 +106,42 @@ class Puts:
         if put is None:
             if len(self._puts) >= PUTS_MAX:
                 raise Overloaded(f"{PUTS_MAX} puts are open on this node")
-            put = _Put(order.session, order.groups, order.ends_s)
+            promised = dict.fromkeys(order.groups, Group(order.put_id))
+            moving = dict.fromkeys(order.groups, Group(order.put_id, moving=True))
+            put = _Put(order.session, order.groups, order.ends_s, promised, moving)
         elif (put.session, put.groups) != (order.session, order.groups):
             raise Invalid(f"put {order.put_id!r} was begun by another writer or for other groups")
-        self._ledger.touch([key for header in order.headers for key in (header.parent, header.key)])
+        keys = [header.key for header in order.headers]
+        self._ledger.touch([order.headers[0].parent, *keys] if keys else [])
         try:
-            return [self._begin_block(put, header, order) for header in order.headers]
+            verdicts = self._begin_new(put, keys, order)
+            for header in order.headers[len(verdicts) :]:
+                verdicts.append(self._begin_block(put, header, order))
+            return verdicts
         finally:
             if put.entries:
                 self._puts[order.put_id] = put
                 self._deadlines.add(order.put_id, put.ends_s)
+
+    def _begin_new(self, put: _Put, keys: Sequence[bytes], order: PutOrder) -> list[Verdict]:
+        """As `_begin_block`, of the first blocks at once, where all are new and nothing must be
+        held or evicted for them: mostly all."""
+        is_new = self._ledger.entries.keys().isdisjoint(keys) and len(set(keys)) == len(keys)
+        if not keys or not is_new or self._is_full(order):
+            return []
+        holds = order.hold_owner and order.hold_owner not in self._over
+        if holds and self._guards.room_bytes < order.headers[0].length * len(keys):
+            return []
+        entries = self._ledger.open_free(order.headers, order.head_groups, order.ends_s)
+        for entry in entries:
+            entry.groups = put.promised
+            if holds:
+                self._hold(order, entry.header)
+        put.entries.update(zip(keys, entries, strict=False))
+        if len(order.groups) < order.head_groups:
+            for entry in entries:
+                self._entry_deadlines.add(entry, entry.ends_s)
+        return ["granted"] * len(entries)
 
     def _begin_block(self, put: _Put, header: BlockHeader, order: PutOrder) -> Verdict:
         entry = self._ledger.entries.get(header.key)
@@ -138,10 +166,8 @@ class Puts:
         return "granted"
 
     def _open(self, put: _Put, header: BlockHeader, order: PutOrder) -> Verdict:
-        if self._ledger.sizes["quarantined"] > self.quarantine_cap_bytes:
+        if self._is_full(order):
             return "full"
-        if header.length > self._ledger.extents.total:
-            return "full"  # for ever
         if order.hold_owner and not self._hold(order, header):
             return "full"
         entry = self._ledger.open(header, order.head_groups, order.ends_s, evicts=not order.spares)
@@ -151,9 +177,14 @@ class Puts:
         self._join(put, entry, order)
         return "granted"
 
+    def _is_full(self, order: PutOrder) -> bool:
+        """Whether no new block may come in now, or none of this size ever."""
+        ledger = self._ledger
+        quarantined = ledger.sizes["quarantined"] > self.quarantine_cap_bytes
+        return quarantined or order.headers[0].length > ledger.extents.total
+
     def _join(self, put: _Put, entry: Entry, order: PutOrder) -> None:
-        for index in order.groups:
-            entry.groups.setdefault(index, Group(order.put_id))
+        entry.groups = {**put.promised, **entry.groups} if entry.groups else put.promised
         entry.ends_s = max(entry.ends_s, order.ends_s)
         put.entries[entry.header.key] = entry
         if len(order.groups) < entry.head_groups:  # else the put's own deadline ends it
@@ -179,57 +210,76 @@ class Puts:
         put = self._puts.get(put_id)
         if put is None or put.session != session:
             return [None] * len(keys)
-        return [self._begin_move(put_id, put, put.entries.get(key)) for key in keys]
+        moves: list[Move | None] = []
+        for entry in map(put.entries.get, keys):
+            if entry is None or not self._is_to_move(put, entry):
+                moves.append(None)
+                continue
+            offset = entry.slot.offset
+            if put.groups.start:
+                offset += put.groups.start * entry.group_size
+            moves.append(Move(entry, put_id, put.groups, offset))
+        self._ledger.begin_moves([move.entry for move in moves if move is not None])
+        return moves
 
-    def _begin_move(self, put_id: str, put: _Put, entry: Entry | None) -> Move | None:
-        if entry is None:
-            return None
-        groups = [entry.groups[index] for index in put.groups]
-        for group in groups:
-            if group.moving:
-                return None
-        for group in groups:
-            group.moving = True
-        self._ledger.begin_move(entry)
-        return Move(entry, put_id, put.groups)
-
-    def end_move(self, move: Move, checksums: Sequence[int] | None) -> bool:
-        """The bytes of a move have stopped; returns whether they are part of a block that lives.
-
-        `checksums` holds one a head group of the move, of bytes that were checked in the slot; None
-        when they are not there or not right.
-        """
-        entry = move.entry
-        self._ledger.end_move(entry)
-        if entry.state != "writing":
-            return False
-        if checksums is not None and len(move.groups) == entry.head_groups == 1:
-            self._end_whole(move, entry.groups[0], tuple(checksums))
+    def _is_to_move(self, put: _Put, entry: Entry) -> bool:
+        """Whether a put's share of a block did not move, and does so from now on."""
+        if entry.groups is put.promised:  # nobody else has a share of it
+            entry.groups = put.moving
             return True
+        if any([entry.groups[index].moving for index in put.groups]):
+            return False
+        entry.groups = {**entry.groups, **put.moving}
+        return True
+
+    def end_moves(
+        self, moves: Sequence[Move], checksums: Sequence[Sequence[int] | None]
+    ) -> list[bool]:
+        """The bytes of a put's moves have stopped; returns of which they are part of a block that
+        lives.
+
+        `checksums` holds for each move one a head group, of bytes that were checked in the slot;
+        None when they are not there or not right.
+        """
+        self._ledger.end_moves([move.entry for move in moves])
+        stored: list[bool] = []
+        entries: list[Entry] = []
+        headers: list[BlockHeader] = []
+        for move, sums in zip(moves, checksums, strict=True):
+            entry = move.entry
+            if entry.state != "writing":
+                stored.append(False)
+            elif sums is not None and len(sums) == len(move.groups) == entry.head_groups:
+                entries.append(entry)
+                headers.append(msgspec.structs.replace(entry.header, checksums=tuple(sums)))
+                stored.append(True)
+            else:
+                stored.append(self._end_share(move, sums))
+        if entries:
+            self._forget(moves[0].put_id, [header.key for header in headers])
+            self._ledger.publish(entries, headers)
+        return stored
+
+    def _end_share(self, move: Move, checksums: Sequence[int] | None) -> bool:
+        """As `end_moves`, of a block that others bring the rest of, or that is not right."""
+        entry = move.entry
         stored = checksums is not None and all(entry.groups[g].put_id for g in move.groups)
         if checksums is not None and stored:
-            for index, checksum in zip(move.groups, checksums, strict=True):
-                entry.groups[index] = Group(move.put_id, checksum=checksum)
+            sums = zip(move.groups, checksums, strict=True)
+            mine = {index: Group(move.put_id, checksum=checksum) for index, checksum in sums}
+            entry.groups = {**entry.groups, **mine}
         else:
-            for index in move.groups:
-                del entry.groups[index]
-        self._forget(move.put_id, entry.header.key)
+            entry.groups = {i: g for i, g in entry.groups.items() if i not in move.groups}
+        self._forget(move.put_id, [entry.header.key])
         self._finish(entry)
         return stored
 
-    def _end_whole(self, move: Move, group: Group, checksums: tuple[int, ...]) -> None:
-        """As `end_move`, of a block that one move brings: nearly all are."""
-        entry = move.entry
-        self._forget(move.put_id, entry.header.key)
-        assert group.put_id, "it was given up, and is written all the same"
-        header = msgspec.structs.replace(entry.header, checksums=checksums)
-        self._ledger.publish(entry, header)
-
-    def _forget(self, put_id: str, key: bytes) -> None:
-        """A put has nothing more to do with a block."""
+    def _forget(self, put_id: str, keys: Iterable[bytes]) -> None:
+        """A put has nothing more to do with blocks."""
         put = self._puts.get(put_id)
         if put is not None:
-            put.entries.pop(key, None)
+            for key in keys:
+                put.entries.pop(key, None)
             if not put.entries:
                 del self._puts[put_id]
 
@@ -239,7 +289,7 @@ class Puts:
         if len(sums) == entry.head_groups and None not in sums:
             ordered = tuple(entry.groups[g].checksum or 0 for g in range(entry.head_groups))
             header = msgspec.structs.replace(entry.header, checksums=ordered)
-            self._ledger.publish(entry, header)
+            self._ledger.publish([entry], [header])
         elif not any(group.put_id for group in entry.groups.values()):
             self.give_up(entry)
 
@@ -247,7 +297,7 @@ class Puts:
         """End a block that is being written, with every put's share of it."""
         key = entry.header.key
         for put_id in {group.put_id for group in entry.groups.values() if group.put_id}:
-            self._forget(put_id, key)
+            self._forget(put_id, [key])
         self._guards.forget(key)
         self._ledger.remove(entry)
 
@@ -258,11 +308,9 @@ class Puts:
             return
         del self._puts[put_id]
         for entry in put.entries.values():
-            for index in put.groups:
-                if entry.groups[index].moving:
-                    entry.groups[index].put_id = ""
-                else:
-                    del entry.groups[index]
+            stopping = {i: Group("", moving=True) for i in put.groups if entry.groups[i].moving}
+            others = {i: g for i, g in entry.groups.items() if i not in put.groups}
+            entry.groups = {**others, **stopping}
             self._finish(entry)
 
     def leave(self, session: str) -> None:

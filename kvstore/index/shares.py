@@ -55,7 +55,7 @@ class Usage:
 
 class Shares:
     """Mutable fields: `used` by tenant, `_policies` by tenant, `_owed` (what policies have not
-    heard yet, in order), `_heap` and `_listed`.
+    heard yet, in order) and `_owed_count`, `_heap` and `_listed`.
 
     The heap holds tenants by pressure (bytes for their weight), the greatest first. An entry may
     say more than is true, and is put right when it comes up; `_listed` says which of a tenant's
@@ -67,19 +67,20 @@ class Shares:
         self.used: dict[str, Usage] = {}
         self._new_policy = policy
         self._policies: dict[str, Eviction] = {}
-        self._owed: list[tuple[Callable[[Any], None], Any]] = []
+        self._owed: list[tuple[Callable[[Any], None], Sequence[Any]]] = []
+        self._owed_count = 0
         self._heap: list[tuple[float, str]] = []
         self._listed: dict[str, float] = {}
 
     # --- what tenants have ---
 
-    def charge(self, tenant: str, size_bytes: int) -> None:
-        """A slot was taken for a tenant's block."""
+    def charge(self, tenant: str, size_bytes: int, blocks: int = 1) -> None:
+        """Slots of `size_bytes` together were taken for a tenant's blocks."""
         usage = self.used.get(tenant)
         if usage is None:
             usage = self.used[tenant] = Usage()
         usage.size_bytes += size_bytes
-        usage.blocks += 1
+        usage.blocks += blocks
         pressure = usage.size_bytes / self.allotments.weight(tenant)
         if pressure > self._listed.get(tenant, -1.0):
             self._list(tenant, pressure * HEADROOM)
@@ -108,21 +109,26 @@ class Shares:
 
     def catch_up(self) -> None:
         """Tell the policies what happened."""
-        owed, self._owed = self._owed, []
-        for tell, what in owed:
-            tell(what)
+        owed, self._owed, self._owed_count = self._owed, [], 0
+        for tell, things in owed:
+            for what in things:
+                tell(what)
 
-    def _owe(self, tell: Callable[[Any], None], what: object) -> None:
-        self._owed.append((tell, what))
-        if len(self._owed) >= OWED_MAX:
+    def _owe(self, tell: Callable[[Any], None], *things: object) -> None:
+        self._owed.append((tell, things))
+        self._owed_count += len(things)
+        if self._owed_count >= OWED_MAX:
             self.catch_up()
 
-    def insert(self, header: BlockHeader) -> None:
-        """A block became visible."""
-        policy = self._policies.get(header.tenant)
-        if policy is None:
-            policy = self._policies[header.tenant] = self._new_policy()
-        self._owe(policy.insert, header)
+    def insert(self, headers: Sequence[BlockHeader]) -> None:
+        """Blocks became visible, in this order."""
+        tenants = dict.fromkeys([header.tenant for header in headers])
+        for tenant in tenants:
+            policy = self._policies.get(tenant)
+            if policy is None:
+                policy = self._policies[tenant] = self._new_policy()
+            own = headers if len(tenants) == 1 else [h for h in headers if h.tenant == tenant]
+            self._owe(policy.insert, *own)
 
     def touch(self, keys: Sequence[bytes], tenant_of: Callable[[bytes], str | None]) -> None:
         """These blocks of one chain were asked for together; one of which nobody knows the tenant

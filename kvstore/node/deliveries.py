@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import anyio
 import numpy as np
 
-from kvass.common.checksum import Sums, copy_ranges, sums
+from kvass.common.checksum import Sums, Words, copy_ranges, sums
 from kvass.common.errors import Invalid
 from kvass.common.executor import Executor
 from kvass.common.transport.endpoints import Endpoints
@@ -49,30 +49,34 @@ class Deliveries:
         self,
         session: str,
         moves: Sequence[Move],
-        addresses: Sequence[int],
+        addresses: Words,
         found: Sums,
         *,
         deadline_s: float,
     ) -> None:
-        """Copy a same-host writer's bytes into the slots of `moves`, which have one size.
+        """Copy a same-host writer's bytes at `addresses` into the slots of `moves`, which have one
+        size.
 
         `found` takes the checksums of what is in each slot: of all when this returns, of those that
         are whole when it raises.
         """
         assert self._endpoints.reader is not None
-        base = self._slab.address
         copies = Copies(
-            local=np.array([base + move.offset for move in moves], dtype=np.uint64),
-            remote=np.array(addresses, dtype=np.uint64),
+            local=self._slots(moves),
+            remote=addresses,
             sizes=np.full(len(moves), moves[0].size, dtype=np.uint64),
         )
-
         await self._endpoints.reader.read(session, copies, deadline_s=deadline_s, sums=found)
 
+    def _slots(self, moves: Sequence[Move]) -> Words:
+        """Return where moves' bytes go in this process's memory."""
+        offsets = np.array([move.offset for move in moves], dtype=np.uint64)
+        return offsets + np.uint64(self._slab.address)
+
     async def take(
-        self, lent: Lent, moves: Sequence[Move], *, deadline_s: float
-    ) -> list[tuple[int, ...]]:
-        """Copy what arrived in a loan into the slots of `moves`; ends the loan. Returns the
+        self, lent: Lent, moves: Sequence[Move], found: Sums, *, deadline_s: float
+    ) -> None:
+        """Copy what arrived in a loan into the slots of `moves`; ends the loan. `found` takes the
         checksums of what is in each slot."""
         loan = lent.loan
         try:
@@ -81,27 +85,24 @@ class Deliveries:
             loan.abandon()
             raise
         try:
-            return await self._executor.run(lambda: self._copy(lent, moves))
+            await self._executor.run(lambda: self._copy(lent, moves, found))
         finally:
             loan.settle()
 
-    def _copy(self, lent: Lent, moves: Sequence[Move]) -> list[tuple[int, ...]]:
+    def _copy(self, lent: Lent, moves: Sequence[Move], found: Sums) -> None:
         """Copy and sum in one pass: what is summed is what was put into the slot."""
         if not moves:
-            return []
+            return
         landed = np.frombuffer(lent.loan.view(), dtype=np.uint8).ctypes.data
         offsets = [lent.offsets[move.entry.header.key] for move in moves]
-        targets = [self._slab.address + move.offset for move in moves]
-        found = Sums.of(len(moves), len(moves[0].groups))
         copy_ranges(
-            np.array(targets, dtype=np.uint64),
+            self._slots(moves),
             np.array(offsets, dtype=np.uint64) + np.uint64(landed),
             moves[0].size,
             found,
             0,
             len(moves),
         )
-        return list(found.found().values())
 
     async def is_right(self, entry: Entry) -> bool:
         """Check a visible block against its header; the caller holds a lease on it."""

@@ -27,7 +27,7 @@ from kvass.kvstore.client.pulls import PullOutcome, _Batch
 from kvass.kvstore.flash.log import FlashLog
 from kvass.kvstore.index.ledger import Entry, Ledger
 from kvass.kvstore.links import NodeLink
-from kvass.kvstore.node.calls.arrivals import Arrival, Arrivals, Judged
+from kvass.kvstore.node.calls.arrivals import Announced, Arrival, Arrivals, Judged
 from kvass.kvstore.node.copies import fills
 from kvass.kvstore.node.copies.handover import Handover, Tally
 from kvass.kvstore.placement import StoreNode
@@ -142,10 +142,11 @@ def a_block_is_shown_before_it_is_checked(patch: pytest.MonkeyPatch) -> None:
     """A put's blocks are visible because their writer says what they are."""
     judge = Arrivals.judge
 
-    def trusting(
-        arrivals: Arrivals, arrival: Arrival, announced: Mapping[bytes, tuple[int, ...]]
-    ) -> Judged:
-        arrival.found = {key: announced[key] for key in arrival.moves if key in announced}
+    def trusting(arrivals: Arrivals, arrival: Arrival, announced: Announced) -> Judged:
+        said = dict(zip(announced.keys, announced.sums, strict=True))
+        for place, move in enumerate(arrival.moves):
+            if move.entry.header.key in said:
+                arrival.found.values[place] = said[move.entry.header.key]
         return judge(arrivals, arrival, announced)
 
     patch.setattr(Arrivals, "judge", trusting)

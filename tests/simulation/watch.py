@@ -110,21 +110,26 @@ class WatchedIndex(Index):
         self.moves.update(move for move in begun if move is not None)
         return begun
 
-    def end_move(self, move: Move, checksums: Sequence[int] | None) -> bool:
-        """End a move; what is readable by it is written down."""
-        own = move.put_id.startswith(OWN_PUTS)
-        self.moves.discard(move)
-        stored = super().end_move(move, checksums)
-        header = move.entry.header
-        if stored and move.entry.state == "visible":
-            self.had.add(header.key)
-            self._check_bytes(move.entry)
-            if own:
-                self.history.check(header.key, header)
-            else:
-                brought = self.history.written.setdefault(header.key, [])
-                brought.append((self.history.next(), self.limits.epoch))
+    def end_moves(
+        self, moves: Sequence[Move], checksums: Sequence[Sequence[int] | None]
+    ) -> list[bool]:
+        """End moves; what is readable by them is written down."""
+        self.moves.difference_update(moves)
+        stored = super().end_moves(moves, checksums)
+        for move, is_in in zip(moves, stored, strict=True):
+            if is_in and move.entry.state == "visible":
+                self._note_visible(move)
         return stored
+
+    def _note_visible(self, move: Move) -> None:
+        header = move.entry.header
+        self.had.add(header.key)
+        self._check_bytes(move.entry)
+        if move.put_id.startswith(OWN_PUTS):
+            self.history.check(header.key, header)
+        else:
+            brought = self.history.written.setdefault(header.key, [])
+            brought.append((self.history.next(), self.limits.epoch))
 
     def _check_bytes(self, entry: Entry) -> None:
         if self.slab is not None:

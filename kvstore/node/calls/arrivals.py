@@ -7,11 +7,14 @@ move goes on: so whatever ends a put, its slots are free only when their bytes h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import anyio
+import numpy as np
+from numpy.typing import NDArray
 
+from kvass.common.checksum import Sums, Words
 from kvass.common.errors import Invalid
 from kvass.kvstore.index.index import Index
 from kvass.kvstore.index.puts import Move
@@ -19,28 +22,57 @@ from kvass.kvstore.index.puts import Move
 EARLY_S = 0.25  # how long a commit waits for the begin that was sent before it
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Announced:
+    """What a writer says that its blocks are: `sums` uint64 [keys, groups]."""
+
+    keys: Sequence[bytes]
+    sums: Words
+
+
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """One put's blocks by key. Mutable fields: `moves` that have not ended, `found` (checksums of
-    what is in the slots), `taken_s` (how long it took), `over` (no bytes move any more)."""
+    """One put's blocks. Mutable fields: `moves` that have not ended, `found` (checksums of what is
+    in their slots, move by move), `taken_s` (how long it took), `over` (no bytes move any more)."""
 
     session: str
     ends_s: float
-    moves: dict[bytes, Move]
-    found: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
+    moves: Sequence[Move]
+    found: Sums
     taken_s: float = 0.0
     over: anyio.Event = field(default_factory=anyio.Event)
 
+    @classmethod
+    def of(cls, session: str, ends_s: float, moves: Sequence[Move]) -> Arrival:
+        """Return one of which nothing has come."""
+        groups = len(moves[0].groups) if moves else 1
+        return cls(session, ends_s, moves, Sums.of(len(moves), groups))
 
-@dataclass(slots=True)
+    def judged(self, announced: Announced) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Return of each move whether what is in its slot is what was announced, and whether it is
+        not."""
+        keys = [move.entry.header.key for move in self.moves]
+        there, expected = self.found.whole, announced.sums
+        if list(announced.keys) != keys:
+            places = {key: place for place, key in enumerate(announced.keys)}
+            chosen = np.array([places.get(key, -1) for key in keys], dtype=np.intp)
+            there = there & (chosen >= 0)
+            expected = expected[chosen]  # of those that are not there anything
+        if expected.shape[1] != self.found.groups:
+            return np.zeros_like(there), there
+        right = there & (self.found.values == expected).all(axis=1)
+        return right, there & ~right
+
+
+@dataclass(frozen=True, slots=True)
 class Judged:
-    """Mutable fields: keys and chain indices of blocks that are visible now or were wrong, and the
+    """Keys and chain indices of blocks that are in now, indices of those that were wrong, and the
     bytes of the former."""
 
-    keys: list[bytes] = field(default_factory=list)
-    stored: list[int] = field(default_factory=list)
-    corrupt: list[int] = field(default_factory=list)
-    size_bytes: int = 0
+    keys: list[bytes]
+    stored: list[int]
+    corrupt: list[int]
+    size_bytes: int
 
 
 class Arrivals:
@@ -67,9 +99,15 @@ class Arrivals:
         """No bytes move any more: give up the slots that are not whole, or all if the put is
         over."""
         arrival.over.set()
-        is_open = self._open.get(put_id) is arrival
-        lost = [key for key in arrival.moves if not (is_open and key in arrival.found)]
-        self._end(arrival, lost)
+        if self._open.get(put_id) is not arrival:
+            self.discard(arrival)
+        elif not arrival.found.whole.all():
+            moves, found = arrival.moves, arrival.found
+            whole = found.whole.tolist()
+            lost = [move for move, is_whole in zip(moves, whole, strict=True) if not is_whole]
+            arrival.moves = [move for move, is_whole in zip(moves, whole, strict=True) if is_whole]
+            arrival.found = Sums(found.values[found.whole], found.whole[found.whole])
+            self._index.end_moves(lost, [None] * len(lost))
 
     async def take(self, put_id: str, session: str, *, deadline_s: float) -> Arrival | None:
         """Return, once, what a writer's put has brought, when no bytes move any more; None when it
@@ -96,29 +134,33 @@ class Arrivals:
             return None
         return self._open.pop(put_id)
 
-    def judge(self, arrival: Arrival, announced: Mapping[bytes, tuple[int, ...]]) -> Judged:
+    def judge(self, arrival: Arrival, announced: Announced) -> Judged:
         """Show the blocks whose checksums are those that were announced, and end all moves."""
-        judged = Judged()
-        for key, move in arrival.moves.items():
-            found, expected = arrival.found.get(key), announced.get(key)
-            index = move.entry.header.index
-            if found is None or found != expected:
-                self._index.end_move(move, None)
-                if found is not None and expected is not None:
-                    judged.corrupt.append(index)
-            elif self._index.end_move(move, found):
-                judged.keys.append(key)
-                judged.stored.append(index)
-                judged.size_bytes += move.size
-        arrival.moves.clear()
-        return judged
+        right, wrong = arrival.judged(announced)
+        moves, arrival.moves = arrival.moves, ()
+        found: list[list[int] | None] = arrival.found.values.tolist()
+        if not right.all():
+            found = [each if ok else None for each, ok in zip(found, right.tolist(), strict=True)]
+        stored = self._index.end_moves(moves, found)
+        headers = [move.entry.header for move, is_in in zip(moves, stored, strict=True) if is_in]
+        return Judged(
+            keys=[header.key for header in headers],
+            stored=[header.index for header in headers],
+            corrupt=[moves[place].entry.header.index for place in np.flatnonzero(wrong).tolist()],
+            size_bytes=len(headers) * moves[0].size if moves else 0,
+        )
+
+    def discard(self, arrival: Arrival) -> None:
+        """End all moves of what nobody will vouch for."""
+        moves, arrival.moves = arrival.moves, ()
+        self._index.end_moves(moves, [None] * len(moves))
 
     def give_up(self, put_ids: Iterable[str]) -> None:
         """These puts are over: what has come is discarded, what is coming when it has come."""
         for put_id in put_ids:
             arrival = self._open.pop(put_id, None)
             if arrival is not None and arrival.over.is_set():
-                self._end(arrival, list(arrival.moves))
+                self.discard(arrival)
 
     def leave(self, session: str) -> None:
         """A writer is gone."""
@@ -127,7 +169,3 @@ class Arrivals:
     def expire(self, now_s: float) -> None:
         """Give up what is over its time."""
         self.give_up([put_id for put_id, each in self._open.items() if each.ends_s <= now_s])
-
-    def _end(self, arrival: Arrival, keys: Iterable[bytes]) -> None:
-        for key in keys:
-            self._index.end_move(arrival.moves.pop(key), None)

@@ -13,19 +13,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
+from operator import ge
 
 from kvass.common.block import BlockHeader
-from kvass.common.checksum import Sums
+from kvass.common.checksum import Sums, Words
 from kvass.common.errors import Invalid, KvassError, Unavailable
 from kvass.common.rpc.server import Call, Handler
 from kvass.common.transport.route import Way
 from kvass.common.wire import Done, Message
 from kvass.kvstore import messages as m
-from kvass.kvstore.index.puts import Move, PutOrder
-from kvass.kvstore.node.calls.arrivals import Arrival, Arrivals
+from kvass.kvstore.index.puts import PutOrder, Verdict
+from kvass.kvstore.node.calls.arrivals import Announced, Arrival, Arrivals
 from kvass.kvstore.node.deliveries import Lent
-from kvass.kvstore.node.state import NodeState, chosen, ranges, request_of
+from kvass.kvstore.node.state import NodeState, ranges, request_of
 from kvass.kvstore.transfers import borrow, parts
 from kvass.kvstore.words import unpacked
 
@@ -86,8 +86,7 @@ class PutCalls:
         way = self._ways.get(session)
         if way is None:
             raise Unavailable("put_begin before attach")
-        headers = _headers(request)
-        _check_addresses(request, len(headers), way)
+        headers, addresses = _offered(request, way)
         order = self._order(request, session, headers)
         self._warn_of_size(order)
         self._arrivals.expire(self._state.now_s())  # what waits for nobody is no quarantine
@@ -96,26 +95,15 @@ class PutCalls:
         if self._state.index.ledger.over_quota > over_quota:
             self._warn_of_quota(request.tenant)
         self._state.notify()
-        answers = {h.index: verdict for h, verdict in zip(order.headers, verdicts, strict=True)}
+        places = [place for place, verdict in enumerate(verdicts) if verdict == "granted"]
         card = None
-        granted = [h.key for h in order.headers if answers[h.index] == "granted"]
-        if granted and way == "write":
-            card = await self._lend(order, granted)
+        if places and way == "write":
+            card = await self._lend(order, [headers[place].key for place in places])
             if card is None:
-                answers = {i: "busy" if v == "granted" else v for i, v in answers.items()}
+                verdicts = ["busy" if v == "granted" else v for v in verdicts]
         elif way == "read":  # its commit is on its way, also when nothing is granted
-            keys = [header.key for header in headers]
-            addresses = dict(
-                zip(keys, unpacked(request.addresses, "put_begin").tolist(), strict=True)
-            )
-            await self._read(order, granted, addresses, call.peer.member_id)
-        return m.PutPlaces(
-            granted=chosen(answers, "granted"),
-            visible=chosen(answers, "visible"),
-            busy=chosen(answers, "busy"),
-            full=chosen(answers, "full"),
-            loan=card,
-        )
+            await self._read(order, places, addresses, call.peer.member_id)
+        return _places(headers, verdicts, card)
 
     def _warn_of_quota(self, tenant: str) -> None:
         """Say once that a tenant's quota keeps blocks out: they are answered `full`."""
@@ -156,7 +144,7 @@ class PutCalls:
         return PutOrder(
             put_id=request.put_id,
             session=session,
-            headers=sorted(headers, key=attrgetter("index")),
+            headers=headers,
             head_groups=request.head_groups,
             groups=range(first, stop),
             ends_s=now_s + request.deadline_s,
@@ -190,22 +178,27 @@ class PutCalls:
     async def _read(
         self,
         order: PutOrder,
-        granted: Sequence[bytes],
-        addresses: Mapping[bytes, int],
+        granted: Sequence[int],
+        addresses: Words,
         writer: str,
     ) -> None:
-        """Read a same-host writer's slots, part by part; each block is hashed as it comes."""
+        """Read a same-host writer's slots, part by part; each block is hashed as it comes.
+        `granted` are places in `order` and in `addresses`."""
         known = self._arrivals.find(order.put_id)
         if known is not None:  # asked again
             await known.over.wait()
             return
         begun_s = self._state.now_s()
-        arrival = Arrival(order.session, order.ends_s, self._moves(order, granted, begun_s))
+        keys = [order.headers[place].key for place in granted]
+        begun = self._state.index.begin_moves(order.put_id, order.session, keys, begun_s)
+        taken = [place for place, move in zip(granted, begun, strict=True) if move is not None]
+        moves = [move for move in begun if move is not None]
+        arrival = Arrival.of(order.session, order.ends_s, moves)
         self._arrivals.open(order.put_id, arrival)
         try:
-            await self._read_parts(arrival, addresses)
+            await self._read_parts(arrival, addresses[taken])
         except KvassError as error:
-            self._state.faults["put_failed"] += len(arrival.moves) - len(arrival.found)
+            self._state.faults["put_failed"] += len(moves) - int(arrival.found.whole.sum())
             _log.warning("put of %s: %s", writer, error)
         except BaseException:
             self._arrivals.give_up([order.put_id])  # it is gone, or this node is
@@ -215,28 +208,16 @@ class PutCalls:
             self._arrivals.ended(order.put_id, arrival)
             self._state.notify()
 
-    def _moves(
-        self, order: PutOrder | m.PutCommit, keys: Sequence[bytes], now_s: float, session: str = ""
-    ) -> dict[bytes, Move]:
-        session = order.session if isinstance(order, PutOrder) else session
-        moves = self._state.index.begin_moves(order.put_id, session, keys, now_s)
-        return {key: move for key, move in zip(keys, moves, strict=True) if move is not None}
-
-    async def _read_parts(self, arrival: Arrival, addresses: Mapping[bytes, int]) -> None:
-        keys = list(arrival.moves)
-        for place in parts(len(keys), arrival.moves[keys[0]].size) if keys else ():
-            part = keys[place]
-            found = Sums.of(len(part), len(arrival.moves[part[0]].groups))
-            try:
-                await self._state.deliveries.read(
-                    arrival.session,
-                    [arrival.moves[key] for key in part],
-                    [addresses[key] for key in part],
-                    found,
-                    deadline_s=max(arrival.ends_s - self._state.now_s(), 1e-3),
-                )
-            finally:  # what came before a fault is there
-                arrival.found.update((part[place], sums) for place, sums in found.found().items())
+    async def _read_parts(self, arrival: Arrival, addresses: Words) -> None:
+        moves, found = arrival.moves, arrival.found
+        for part in parts(len(moves), moves[0].size) if moves else ():
+            await self._state.deliveries.read(
+                arrival.session,
+                moves[part],
+                addresses[part],
+                Sums(found.values[part], found.whole[part]),
+                deadline_s=max(arrival.ends_s - self._state.now_s(), 1e-3),
+            )
 
     async def _commit(self, call: Call) -> m.PutStored:
         request = request_of(call, m.PutCommit)
@@ -267,15 +248,15 @@ class PutCalls:
         if lent is None:
             return None
         begun_s = self._state.now_s()
-        moves = self._moves(request, request.keys, begun_s, session)
-        arrival = Arrival(session, begun_s + request.deadline_s, moves)
+        begun = self._state.index.begin_moves(request.put_id, session, request.keys, begun_s)
+        moves = [move for move in begun if move is not None]
+        arrival = Arrival.of(session, begun_s + request.deadline_s, moves)
         del self._lent[request.put_id]  # from here on `take` ends the loan
         whole = False
         try:
-            found = await self._state.deliveries.take(
-                lent, list(moves.values()), deadline_s=request.deadline_s
+            await self._state.deliveries.take(
+                lent, moves, arrival.found, deadline_s=request.deadline_s
             )
-            arrival.found.update(zip(moves, found, strict=True))
             arrival.taken_s = self._state.now_s() - begun_s
             whole = True
         except KvassError as error:
@@ -283,7 +264,7 @@ class PutCalls:
             _log.warning("put of %s: %s", writer, error)
         finally:
             if not whole:
-                self._arrivals.judge(arrival, {})
+                self._arrivals.discard(arrival)
                 self._state.notify()
         return arrival
 
@@ -305,10 +286,27 @@ class PutCalls:
         return Done()
 
 
+def _offered(request: m.PutBegin, way: Way) -> tuple[list[BlockHeader], Words]:
+    """Return headers of the blocks that are offered, by chain index, and where each is in its
+    writer's memory, if the node reads it there; raises Invalid for what cannot be."""
+    headers = _headers(request)
+    addresses = unpacked(request.addresses, "put_begin")
+    given, count = len(addresses), len(headers)
+    if given != (count if way == "read" else 0):
+        raise Invalid(f"put_begin: {given} addresses of {count} blocks; their way is {way!r}")
+    indices = [header.index for header in headers]
+    if any(map(ge, indices, indices[1:])):
+        if len(set(indices)) != count:
+            raise Invalid("put_begin: a chain index comes twice")
+        order = sorted(range(count), key=indices.__getitem__)
+        headers = [headers[place] for place in order]
+        addresses = addresses[order] if given else addresses
+    return headers, addresses
+
+
 def _headers(request: m.PutBegin) -> list[BlockHeader]:
-    """Return headers of the blocks that are offered, as their names come; raises Invalid for names
-    that cannot be."""
-    headers = []
+    """Return headers of the blocks that are offered, as their names come."""
+    headers: list[BlockHeader] = []
     for span in request.spans:
         parent = span.parent
         for index, key in span.named():
@@ -327,24 +325,30 @@ def _headers(request: m.PutBegin) -> list[BlockHeader]:
                 )
             )
             parent = key
-    if len({header.index for header in headers}) != len(headers):
-        raise Invalid("put_begin: a chain index comes twice")
     return headers
 
 
-def _check_addresses(request: m.PutBegin, count: int, way: Way) -> None:
-    given = len(unpacked(request.addresses, "put_begin"))
-    if given != (count if way == "read" else 0):
-        raise Invalid(f"put_begin: {given} addresses of {count} blocks; their way is {way!r}")
+def _places(
+    headers: Sequence[BlockHeader], verdicts: Sequence[Verdict], card: m.LoanCard | None
+) -> m.PutPlaces:
+    def answered(verdict: Verdict) -> m.Ranges:
+        if verdict not in verdicts:
+            return ()
+        return ranges([h.index for h, v in zip(headers, verdicts, strict=True) if v == verdict])
+
+    return m.PutPlaces(
+        granted=answered("granted"),
+        visible=answered("visible"),
+        busy=answered("busy"),
+        full=answered("full"),
+        loan=card,
+    )
 
 
-def _announced(request: m.PutCommit) -> dict[bytes, tuple[int, ...]]:
-    """Return the checksums of a commit by key."""
+def _announced(request: m.PutCommit) -> Announced:
     checksums, count = unpacked(request.checksums, "put_commit"), len(request.keys)
     if len(checksums) % count or not len(checksums):
         raise Invalid(f"put_commit: {len(checksums)} checksums for {count} blocks")
-    each = map(tuple, checksums.reshape(count, -1).tolist())
-    announced = dict(zip(request.keys, each, strict=True))
-    if len(announced) != count:
+    if len(set(request.keys)) != count:
         raise Invalid("put_commit: a key comes twice")
-    return announced
+    return Announced(request.keys, checksums.reshape(count, -1))
