@@ -151,8 +151,9 @@ class Arrivals:
         )
 
     def discard(self, arrival: Arrival) -> None:
-        """End all moves of what nobody will vouch for."""
+        """End all moves of what nobody will vouch for: nothing has come."""
         moves, arrival.moves = arrival.moves, ()
+        arrival.found = Sums.of(0, arrival.found.groups)
         self._index.end_moves(moves, [None] * len(moves))
 
     def give_up(self, put_ids: Iterable[str]) -> None:
