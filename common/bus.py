@@ -93,7 +93,7 @@ class Cleared:
     def __init__(self) -> None:
         self._topics: dict[str, None] = {}
 
-    def is_old(self, topic: str, payload: bytes, *, is_retained: bool) -> bool:
+    def hears_old(self, topic: str, payload: bytes, *, is_retained: bool) -> bool:
         """Take note of a message, and return whether it is from before its topic was cleared."""
         if is_retained:
             return topic in self._topics
@@ -254,7 +254,7 @@ class Bus:
                 # Somebody took us for dead (a last will of a connection we lost): say it again.
                 await self.publish(topic, self._retained[topic], qos=1, retain=True)
                 continue
-            if cleared.is_old(topic, payload, is_retained=message.retain):
+            if cleared.hears_old(topic, payload, is_retained=message.retain):
                 continue
             self._on_message(topic, payload)
 

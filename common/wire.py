@@ -29,7 +29,6 @@ CONTAINERS_MAX = 1 << 17
 # Numbers and texts as they may come from anywhere. msgpack knows no integer of more than 64 bits.
 Integer = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-Unsigned = Annotated[int, Meta(ge=0)]  # an xxh3-64
 Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]
 # What may be part of a topic, and of a line in a log.
 Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")]

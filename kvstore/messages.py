@@ -46,7 +46,7 @@ TENANTS_SHOWN = 32  # by one node, in stats and metrics: the largest ones
 CHECKSUMS_MAX = 1 << 16  # of one call: 64 groups of the most blocks
 
 Indices = Annotated[tuple[Index, ...], Meta(max_length=BLOCKS_MAX)]
-# Words (`words.py`): hundreds a message, at which nobody looks one by one.
+# Packed (`words.py`): hundreds a message, which are never looked at one by one.
 Addresses = Annotated[bytes, Meta(max_length=WORD_BYTES * BLOCKS_MAX)]
 Checksums = Annotated[bytes, Meta(max_length=WORD_BYTES * CHECKSUMS_MAX)]
 

@@ -1,4 +1,4 @@
-"""Addresses and checksums as they travel: words of 64 bits, little-endian, one by one. Pure."""
+"""Addresses and checksums as they travel: 64 bits each, little-endian, packed. Pure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ WORD_BYTES = 8
 
 
 def packed(values: Iterable[int]) -> bytes:
-    """Return numbers of 64 bits as bytes."""
+    """Return numbers of 64 bits as bytes. (Every machine that this runs on is little-endian.)"""
     return array("Q", values).tobytes()
 
 
 def unpacked(data: bytes, what: str) -> Words:
-    """Return words as uint64 [count], read-only; raises Invalid for what is not whole."""
+    """Return them as uint64 [count], read-only; raises Invalid for what is not whole."""
     if len(data) % WORD_BYTES:
-        raise Invalid(f"{what}: {len(data)} bytes; expected words of {WORD_BYTES}")
+        raise Invalid(f"{what}: {len(data)} bytes; expected a multiple of {WORD_BYTES}")
     return np.frombuffer(data, dtype=np.uint64)

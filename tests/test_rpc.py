@@ -101,7 +101,7 @@ async def test_what_need_not_be_waited_for_is_done_after_the_answer() -> None:
 async def test_what_follows_an_answer_is_done_when_its_caller_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(server, "REST_S", 60.0)
+    monkeypatch.setattr(server, "AFTER_S", 60.0)
     async with serving() as worker:
         async with connected(worker) as (client, _):
             await over(client, "last")
@@ -110,12 +110,12 @@ async def test_what_follows_an_answer_is_done_when_its_caller_leaves(
 
 
 async def test_what_follows_many_answers_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "REST_S", 60.0)
+    monkeypatch.setattr(server, "AFTER_S", 60.0)
     async with serving() as worker, connected(worker) as (client, _):
-        for _ in range(server.REST_MAX):
+        for _ in range(server.AFTER_MAX):
             assert worker.noted == []
             await over(client, "quick")
-        await until(lambda: len(worker.noted) == server.REST_MAX)
+        await until(lambda: len(worker.noted) == server.AFTER_MAX)
 
 
 async def test_many_calls_at_once_leave_others_their_turn() -> None:

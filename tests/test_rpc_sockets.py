@@ -10,6 +10,7 @@ import anyio.abc
 import pytest
 
 from kvass.common.event_loop import BACKEND, BACKEND_OPTIONS
+from kvass.common.rpc import frames
 from kvass.common.rpc.frames import CALL, Frames
 from kvass.common.rpc.sockets import (
     RECEIVED_MAX,
@@ -105,6 +106,20 @@ async def test_a_peer_that_takes_nothing_is_waited_for() -> None:
         assert await exactly(theirs, sent) == bytes(sent)
         await ours.send(b"end")
         assert await theirs.receive() == b"end"
+
+
+async def test_a_peer_that_takes_no_frame_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the loop has the rest of the frame, and nothing is sent after it."""
+    monkeypatch.setattr(frames, "SEND_TIMEOUT_S", 0.2)
+    async with pair() as (ours, _):
+        await fill(ours)
+        with anyio.fail_after(2), pytest.raises(anyio.BrokenResourceError):
+            await Frames(ours).send(CALL, 1, b"more")
+    async with pair() as (ours, theirs):
+        theirs._transport.pause_reading()
+        with anyio.fail_after(2), pytest.raises(anyio.BrokenResourceError):
+            for _ in range(4):
+                await Frames(ours).send(CALL, 1, bytes(7 * MIB))
 
 
 async def test_frames_that_had_to_wait_keep_their_order() -> None:

@@ -109,8 +109,8 @@ class Client:
     async def asked(
         self, request: Request[R], *, deadline_s: float
     ) -> AsyncIterator[Callable[[], Awaitable[R]]]:
-        """Send a request, and yield what awaits its reply, as `call` does: until then the caller
-        may do something else. Leaving the context early cancels the call at the peer."""
+        """Send a request, and yield what awaits its reply, once, as `call` does: until then the
+        caller may do something else. Leaving the context early cancels the call at the peer."""
         call_id, answers = self._begin()
         try:
             with anyio.move_on_after(deadline_s) as scope:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import anyio
 import anyio.abc
 
@@ -60,4 +62,6 @@ async def _dial(address: str) -> Connection:
         with anyio.fail_after(HELLO_TIMEOUT_S):
             return await sockets.dial(host, int(port))
     except (OSError, TimeoutError, ValueError) as error:
-        raise errors.Unavailable(f"cannot connect to {address}: {error}") from None
+        number = error.errno if isinstance(error, OSError) else None
+        why = os.strerror(number) if number else error  # asyncio's own names the address again
+        raise errors.Unavailable(f"cannot connect to {address}: {why}") from None

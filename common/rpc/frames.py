@@ -21,7 +21,7 @@ from kvass.common.rpc.sockets import Connection, SocketStream
 _LENGTH = struct.Struct("<I")
 # A peer that takes nothing for so long hangs: its connection is given up, its callers go elsewhere.
 SEND_TIMEOUT_S = 5.0
-# Taken one after the other out of what has come; then others have their turn.
+# Frames taken one after the other without the loop's turn in between, at most.
 FRAMES_A_TURN = 16
 
 # Of a peer that has proved nothing yet: a hello is under 1 KB.
@@ -94,7 +94,7 @@ async def _receive_exactly(stream: Connection, size: int, rest: bytearray) -> by
 
 class Frames:
     """Frames over a byte stream; one writer at a time. Mutable fields: `_rest`, `_taken` (frames
-    since the loop's last turn), and `bytes_max`, of a frame that comes: little until the peer has
+    since this let the loop turn), and `bytes_max`, of a frame that comes: little until the peer has
     proved who it is (`hello.py`)."""
 
     def __init__(self, stream: Connection) -> None:
@@ -113,12 +113,15 @@ class Frames:
             )
         frame = _LENGTH.pack(len(packed)) + packed
         stream = self.stream
+        rest: SocketStream | None = None  # that has the frame, and not all of it is sent
         if isinstance(stream, SocketStream) and not self._lock.locked() and stream.send_now(frame):
-            return
+            if stream.is_drained:
+                return
+            rest = stream
         async with self._lock:
             # Shielded: half a frame would make the rest of the connection unreadable.
             with anyio.move_on_after(SEND_TIMEOUT_S, shield=True) as scope:
-                await stream.send(frame)
+                await (stream.send(frame) if rest is None else rest.drain())
             if scope.cancelled_caught:
                 await anyio.aclose_forcefully(stream)
                 raise anyio.BrokenResourceError

@@ -40,11 +40,11 @@ _log = logging.getLogger(__name__)
 ACCEPT_PAUSE_S = 0.5  # when descriptors have run out
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 CALLS_MAX = 1024  # per connection: a gateway's whole load on one worker, several times over
-REST_S = 0.001  # how long what follows an answer waits
-REST_MAX = 256  # and how much of it, of one connection
+AFTER_S = 0.001  # how long what follows an answer waits
+AFTER_MAX = 256  # and how much of it, of one connection
 
 
-class _Rest:
+class _Afterwards:
     """What is left to do when callers have their answers. It waits for a moment: on the same host
     whoever was just answered may be waiting for this very core.
 
@@ -59,14 +59,14 @@ class _Rest:
         """Do something soon, for the call `what`; where too much waits, now."""
         self._todo.append((what, work))
         self._is_more.set()
-        if len(self._todo) >= REST_MAX:
+        if len(self._todo) >= AFTER_MAX:
             self.do()
 
     async def run(self) -> None:
         """Do what comes, until cancelled; raises a broken invariant."""
         while True:
             await self._is_more.wait()
-            await anyio.sleep(REST_S)
+            await anyio.sleep(AFTER_S)
             self.do()
 
     def do(self) -> None:
@@ -85,16 +85,16 @@ class Call:
     """One call as its handler sees it: the request, who asks, and a way to stream answers. Mutable
     field: `_later`, what is left to do when it is answered."""
 
-    __slots__ = ("_call_id", "_frames", "_later", "_rest", "peer", "request")
+    __slots__ = ("_afterwards", "_call_id", "_frames", "_later", "peer", "request")
 
     def __init__(
-        self, request: Message, peer: Hello, frames: Frames, call_id: int, rest: _Rest
+        self, request: Message, peer: Hello, frames: Frames, call_id: int, afterwards: _Afterwards
     ) -> None:
         self.request = request
         self.peer = peer
         self._frames = frames
         self._call_id = call_id
-        self._rest = rest
+        self._afterwards = afterwards
         self._later: tuple[Callable[[], None], ...] = ()
 
     async def send(self, message: Message) -> None:
@@ -103,8 +103,8 @@ class Call:
         await self._frames.send(ITEM, self._call_id, message)
 
     def later(self, work: Callable[[], None]) -> None:
-        """Do something a moment after the answer, since the caller need not wait for it. It is not
-        done for a peer that is gone before the answer."""
+        """Do something a moment after the reply, since the caller need not wait for it. It is not
+        done where there is no reply: the call failed, or its caller is gone."""
         self._later += (work,)
 
     async def reply(self, message: Message | None) -> None:
@@ -115,7 +115,7 @@ class Call:
             await self.fail(too_large)
             return
         for work in self._later:
-            self._rest.add(type(self.request).__name__, work)
+            self._afterwards.add(type(self.request).__name__, work)
 
     async def fail(self, error: errors.KvassError) -> None:
         """Say why there is no answer."""
@@ -212,19 +212,19 @@ class Server:
         """Run the calls of a connection until it ends; raises Invalid for a frame that is wrong."""
         ended: Exception
         calls: dict[int, _Open] = {}
-        rest = _Rest()
+        afterwards = _Afterwards()
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(rest.run)
+                tasks.start_soon(afterwards.run)
                 try:
-                    await self._take_calls(frames, peer, calls, tasks, rest)
+                    await self._take_calls(frames, peer, calls, tasks, afterwards)
                 except (*LOST, errors.KvassError) as error:
                     ended = error  # raised after the group, so that it stays what it is
                 tasks.cancel_scope.cancel()
         finally:
             for call in calls.values():  # their tasks were cancelled before they had begun
                 call.answer.close()
-            rest.do()
+            afterwards.do()
         raise ended
 
     async def _take_calls(
@@ -233,7 +233,7 @@ class Server:
         peer: Hello,
         calls: dict[int, _Open],
         tasks: anyio.abc.TaskGroup,
-        rest: _Rest,
+        afterwards: _Afterwards,
     ) -> NoReturn:
         while True:
             kind, call_id, body = await frames.receive()
@@ -251,7 +251,7 @@ class Server:
             try:
                 request = self._tags.decode(body)
                 what = type(request).__name__
-                call = Call(request, peer, frames, call_id, rest)
+                call = Call(request, peer, frames, call_id, afterwards)
                 answer = self._handlers[type(request)](call)
             except Exception as error:
                 await frames.send(ERROR, call_id, pack_error(_failure(error, what, peer)))

@@ -121,6 +121,19 @@ class SocketStream(asyncio.Protocol, anyio.abc.ByteStream):
         self._transport.write(item)
         return True
 
+    @property
+    def is_drained(self) -> bool:
+        """Whether the kernel has taken everything."""
+        return self._drained is None
+
+    async def drain(self) -> None:
+        """Wait until the kernel has taken everything."""
+        if self._drained is not None:
+            await self._drained.wait()
+        self._raise_if_closed()
+        if self._lost is not None:
+            raise anyio.BrokenResourceError from self._lost[0]
+
     async def send(self, item: bytes) -> None:
         """Send, and wait until the kernel has taken everything. Cancelled, it may have sent all,
         some or nothing."""
@@ -130,11 +143,7 @@ class SocketStream(asyncio.Protocol, anyio.abc.ByteStream):
             if self._drained is None or self._transport.is_closing():
                 raise anyio.BrokenResourceError
             await self._drained.wait()
-        if self._drained is not None:
-            await self._drained.wait()
-        self._raise_if_closed()
-        if self._lost is not None:
-            raise anyio.BrokenResourceError from self._lost[0]
+        await self.drain()
 
     async def send_eof(self) -> None:
         """Say that no more will be sent."""
@@ -175,7 +184,8 @@ class SocketListener(anyio.abc.Listener[Connection]):
         self._sockets = [each.extra(anyio.abc.SocketAttribute.raw_socket) for each in several]
 
     async def serve(self, handler: Serve, task_group: anyio.abc.TaskGroup | None = None) -> None:
-        """Serve each connection in a task of its own, until cancelled; raises OSError."""
+        """Serve each connection in a task of its own, until cancelled; raises OSError, in a
+        group."""
         async with anyio.create_task_group() as tasks:
             for each in self._sockets:
                 tasks.start_soon(self._accept, each, handler, task_group or tasks)

@@ -7,7 +7,7 @@ sum never overflows, and what is local lies inside one registered region.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,10 +35,10 @@ class Bounds(NamedTuple):
         least, largest = self.sizes
         return least if least == largest else 0
 
-    def inside(self, addresses: tuple[int, int], region: Region) -> bool:
-        """Whether ranges from these `addresses` on are inside a region, as surely as bounds tell:
-        it may be so where this is False."""
-        least, largest = addresses
+    def surely_inside(self, side: Literal["local", "remote"], region: Region) -> bool:
+        """Whether all ranges of one side are inside a region for sure; where this is False each
+        must be looked at."""
+        least, largest = self.local if side == "local" else self.remote
         end = region.address + region.size
         return region.address <= least and largest + self.sizes[1] <= end
 
@@ -55,13 +55,13 @@ def check(copies: Copies, regions: Sequence[Region]) -> Bounds:
     if count > RANGES_MAX:
         raise Invalid(f"copies: {count} ranges in one call; at most {RANGES_MAX}")
     bounds = Bounds(
-        _bounds("local", copies.local, _ADDRESS_MAX),
-        _bounds("remote", copies.remote, _ADDRESS_MAX),
-        _bounds("sizes", copies.sizes, _SIZE_MAX),
+        _checked_bounds("local", copies.local, _ADDRESS_MAX),
+        _checked_bounds("remote", copies.remote, _ADDRESS_MAX),
+        _checked_bounds("sizes", copies.sizes, _SIZE_MAX),
     )
     if count and not bounds.sizes[0]:
         raise Invalid("copies.sizes: a range of no bytes")
-    if not any(bounds.inside(bounds.local, region) for region in regions):
+    if not any(bounds.surely_inside("local", region) for region in regions):
         inside = within(copies.local, copies.sizes, regions)
         if not inside.all():
             address = int(copies.local[int(inside.argmin())])
@@ -69,7 +69,7 @@ def check(copies: Copies, regions: Sequence[Region]) -> Bounds:
     return bounds
 
 
-def _bounds(name: str, array: NDArray[np.uint64], most: int) -> tuple[int, int]:
+def _checked_bounds(name: str, array: NDArray[np.uint64], most: int) -> tuple[int, int]:
     if array.dtype != np.uint64 or array.ndim != 1:
         raise Invalid(f"copies.{name}: expected one dimension of uint64, got {array.dtype}")
     if not len(array):

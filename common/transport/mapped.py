@@ -57,7 +57,7 @@ class Mapped:
 
     def sources(self, copies: Copies, bounds: Bounds) -> NDArray[np.uint64] | None:
         """Return where the remote ranges are in this process; None unless all are inside."""
-        if not bounds.inside(bounds.remote, self.region):
+        if not bounds.surely_inside("remote", self.region):
             if not within(copies.remote, copies.sizes, [self.region]).all():
                 return None
         return copies.remote + np.uint64(self._shift % (1 << 64))

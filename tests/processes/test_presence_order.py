@@ -176,5 +176,5 @@ def test_few_cleared_topics_are_remembered() -> None:
     cleared = bus.Cleared()
     topics = [str(number) for number in range(bus.CLEARED_MAX + 1)]
     for topic in topics:
-        assert not cleared.is_old(topic, b"", is_retained=False)
-    assert [each for each in topics if not cleared.is_old(each, b"p", is_retained=True)] == ["0"]
+        assert not cleared.hears_old(topic, b"", is_retained=False)
+    assert [each for each in topics if not cleared.hears_old(each, b"p", is_retained=True)] == ["0"]
