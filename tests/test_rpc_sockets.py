@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -12,6 +14,7 @@ import pytest
 from kvass.common.event_loop import BACKEND, BACKEND_OPTIONS
 from kvass.common.rpc import frames
 from kvass.common.rpc.frames import CALL, Frames
+from kvass.common.rpc.server import accept
 from kvass.common.rpc.sockets import (
     RECEIVED_MAX,
     SocketListener,
@@ -19,6 +22,7 @@ from kvass.common.rpc.sockets import (
     dial,
     open_listener,
 )
+from rpc_stage import Worker, connected, hello, over
 
 pytestmark = pytest.mark.anyio
 MIB = 1 << 20
@@ -189,3 +193,29 @@ async def test_a_receive_that_was_given_up_takes_nothing() -> None:
         await theirs.send(b"kept")
         await anyio.sleep(0.01)
         assert await ours.receive() == b"kept"
+
+
+def reset(port: int, said: bytes) -> None:
+    """Connect, say something, and be gone without a goodbye, as whoever scans ports is."""
+    with socket.create_connection(("127.0.0.1", port)) as rude:
+        rude.sendall(said)
+        rude.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00"])
+async def test_a_stranger_that_is_gone_already_ends_no_server(said: bytes) -> None:
+    """Nobody can say any more where it was, and what it said is wrong all the same."""
+    worker = Worker()
+    listener = await open_listener("127.0.0.1", 0)
+    port = int(listener.extra(anyio.abc.SocketAttribute.local_port))
+    worker.address = f"127.0.0.1:{port}"
+    async with listener, anyio.create_task_group() as tasks:
+        for _ in range(3):
+            reset(port, said)
+        tasks.start_soon(accept, listener, worker.server(hello()).serve_connection)
+        for _ in range(3):
+            await anyio.sleep(0.01)
+            reset(port, said)
+        async with connected(worker) as (client, _):
+            await over(client, "still there")
+        tasks.cancel_scope.cancel()

@@ -32,7 +32,8 @@ class SocketStream(asyncio.Protocol, anyio.abc.ByteStream):
 
     Mutable fields: all. `_received` (pieces that nobody has taken, of `_waiting_bytes`), `_waiter`
     (of whoever receives), `_drained` (of whoever sends more than the kernel takes), `_has_ended`
-    (the peer sends no more), `_lost` (the connection is gone, and why), `_is_closed` (by us).
+    (the peer sends no more), `_lost` (the connection is gone, and why), `_is_closed` (by us),
+    `_peer` (its address, if it was still there when it was asked for).
     """
 
     def __init__(self) -> None:
@@ -43,6 +44,7 @@ class SocketStream(asyncio.Protocol, anyio.abc.ByteStream):
         self._has_ended = False
         self._lost: tuple[Exception | None] | None = None
         self._is_closed = False
+        self._peer: Any = None
         self._transport: asyncio.Transport
 
     # --- what the event loop calls ---
@@ -50,6 +52,8 @@ class SocketStream(asyncio.Protocol, anyio.abc.ByteStream):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
         self._transport.set_write_buffer_limits(0)  # what the kernel did not take is waited for
+        # Asked for now: of a connection that is gone event loops answer None, or not at all.
+        self._peer = self._transport.get_extra_info("peername")
 
     def data_received(self, data: bytes) -> None:
         self._received.append(data)
@@ -161,9 +165,10 @@ class SocketStream(asyncio.Protocol, anyio.abc.ByteStream):
 
     @property
     def extra_attributes(self) -> Mapping[Any, Callable[[], Any]]:
-        """Say who is at the other end."""
-        address = anyio.abc.SocketAttribute.remote_address
-        return {address: lambda: self._transport.get_extra_info("peername")}
+        """Say who is at the other end; nothing of one that left before it was accepted."""
+        if self._peer is None:
+            return {}
+        return {anyio.abc.SocketAttribute.remote_address: lambda: self._peer}
 
 
 async def dial(host: str, port: int) -> Connection:
