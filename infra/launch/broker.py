@@ -10,20 +10,37 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from importlib.metadata import version
 from typing import Any
 
 import anyio
 from amqtt.broker import Broker
 from amqtt.errors import BrokerError
+from amqtt.mqtt.protocol.broker_handler import BrokerProtocolHandler
 
 from kvass.common.addresses import require_own
 from kvass.common.bus import host_and_port
-from kvass.common.errors import Unavailable
+from kvass.common.errors import Invalid, Unavailable
 
-# amqtt tells every packet at INFO and every lost connection at WARNING; a member says both better.
+# amqtt tells every packet at INFO, every lost connection at WARNING and whoever speaks no MQTT at
+# ERROR: a member says the first two better, the third is nobody's concern. What has no level would
+# be written from the event loop, to a terminal that need not be read.
 _LOGGERS = ("amqtt", "amqtt.broker", "transitions", "asyncio.amqtt")
+# What is mended here by its name: where amqtt has it no more, a mend would do nothing, and say so
+# to nobody.
+_MENDED: tuple[tuple[type, tuple[str, ...]], ...] = (
+    (
+        Broker,
+        (
+            "stream_connected",
+            "_publish_retained_messages_for_subscription",
+            "_client_message_loop",
+        ),
+    ),
+    (BrokerProtocolHandler, ("mqtt_deliver_next_message", "wait_disconnect")),
+)
 
 
 class _Subscriptions(dict[str, Any]):
@@ -70,16 +87,23 @@ class _LastWords:
 class _Broker(Broker):  # type: ignore[misc]  # amqtt has no types
     """Tells everybody the last that was said on a topic, and leaves no connection open.
 
-    amqtt greets whoever connects with what is retained for the subscriptions of all others. If that
-    is cleared before the newcomer has subscribed itself, nobody ever tells it so. And it ends a
-    client at once, though messages of its still wait: what it said last is lost after a goodbye,
-    and comes after its last will if it died, and stays. Of connections it forgets those of a peer
-    that left before it had said a word of MQTT, and of one that was killed while the broker ended.
-    Mutable field: `_open`, the connections being served.
+    What amqtt 0.12.1 does wrong, and what mends it:
+
+    - It walks its subscriptions while they change: `_Subscriptions`.
+    - It greets whoever connects with what is retained for the subscriptions of all others. If that
+      is cleared before the newcomer has subscribed itself, nobody ever tells it so:
+      `_publish_retained_messages_for_subscription`.
+    - It ends a client at once, though messages of its still wait: what it said last is lost after a
+      goodbye, and comes after its last will if it died, and stays: `_client_message_loop`.
+    - It forgets the connection of a peer that left before it had said a word of MQTT, and of one
+      that was killed while the broker ended: `stream_connected`, `close_rest`.
+
+    Mutable field: `_open`, the connections being served. Raises Invalid if amqtt is not as it was.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
         super().__init__(settings)
+        _require_mended(self)
         self._subscriptions = _Subscriptions()
         self._open: set[asyncio.StreamWriter] = set()
 
@@ -111,10 +135,30 @@ class _Broker(Broker):  # type: ignore[misc]  # amqtt has no types
         await asyncio.sleep(0)
 
 
+def _require_mended(broker: Broker) -> None:
+    absent = [
+        f"{owner.__name__}.{name}"
+        for owner, names in _MENDED
+        for name in names
+        if not hasattr(owner, name)
+    ]
+    if type(getattr(broker, "_subscriptions", None)) is not dict:
+        absent.append("Broker._subscriptions")
+    if absent:
+        raise Invalid(
+            f"amqtt {version('amqtt')} is another one than the broker of Kvass was written for: it "
+            f"has no {', '.join(absent)}; install the one that constraints.txt names"
+        )
+
+
 @asynccontextmanager
-async def run_broker(address: str) -> AsyncIterator[None]:
-    """Serve MQTT on `host:port` while the context lasts; raises Unavailable when it is taken."""
-    _hear(logging.CRITICAL)  # why it does not start is said below, in a line
+async def run_broker(address: str) -> AsyncIterator[Callable[[], dict[str, bytes]]]:
+    """Serve MQTT on `host:port` while the context lasts; raises Unavailable when it is taken.
+
+    Yields what returns the retained messages, by topic.
+    """
+    for name in _LOGGERS:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     broker = _Broker(
         {
             "listeners": {"default": {"type": "tcp", "bind": address}},
@@ -129,19 +173,15 @@ async def run_broker(address: str) -> AsyncIterator[None]:
         cause = error.__cause__ or error.__context__
         why = os.strerror(cause.errno) if isinstance(cause, OSError) and cause.errno else error
         raise Unavailable(f"broker on {address}: {why}") from None
-    _hear(logging.ERROR)
     try:
-        yield
+        yield lambda: {
+            topic: bytes(message.data) for topic, message in broker.retained_messages.items()
+        }
     finally:
         with anyio.move_on_after(5.0, shield=True):
             await broker.shutdown()
         with anyio.CancelScope(shield=True):
             await broker.close_rest()
-
-
-def _hear(level: int) -> None:
-    for name in _LOGGERS:
-        logging.getLogger(name).setLevel(level)
 
 
 async def serve_broker(address: str) -> None:

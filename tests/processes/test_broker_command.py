@@ -8,10 +8,14 @@ import sys
 
 import anyio
 import pytest
+from amqtt.broker import Broker
+from amqtt.mqtt.protocol.broker_handler import BrokerProtocolHandler
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from bus_stage import free_broker, live, member
+from kvass.common.errors import Invalid
 from kvass.common.event_loop import BACKEND, BACKEND_OPTIONS
+from kvass.launch.broker import run_broker
 
 pytestmark = [pytest.mark.anyio, pytest.mark.process]
 KVASS = (sys.executable, "-m", "kvass.launch.cli")
@@ -60,3 +64,26 @@ def test_an_address_that_cannot_be_had_is_said_in_a_line() -> None:
                 assert why in ended.stderr and ended.stderr.count("\n") == 1
         finally:
             first.kill()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (Broker, "stream_connected"),
+        (Broker, "_publish_retained_messages_for_subscription"),
+        (Broker, "_client_message_loop"),
+        (BrokerProtocolHandler, "mqtt_deliver_next_message"),
+        (BrokerProtocolHandler, "wait_disconnect"),
+    ],
+)
+def test_an_amqtt_without_what_is_mended_is_refused(
+    owner: type, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        async with run_broker(free_broker()):
+            pass
+
+    for base in (each for each in owner.__mro__ if name in vars(each)):
+        monkeypatch.delattr(base, name)
+    with pytest.raises(Invalid, match=rf"amqtt .* has no {owner.__name__}\.{name}; .*constraints"):
+        anyio.run(run)
