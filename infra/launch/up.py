@@ -5,7 +5,8 @@
 
 It restarts nothing: what a cluster does when a member dies is worth seeing. It stops when the
 gateway is gone, since nothing can be asked any more. Members end with it, also when it is killed:
-each watches its standard input, whose other end is here.
+each watches its standard input, whose other end is here. Members that somebody started by hand go
+on, without its broker: which those are is said at the end.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -32,8 +33,11 @@ from kvass.common.errors import KvassError, Unavailable
 from kvass.common.membership import Role
 from kvass.launch.beforehand import require_places, require_roles
 from kvass.launch.broker import run_broker
+from kvass.launch.by_hand import started_by_hand
 from kvass.launch.output import Output
 from kvass.launch.role import READY_MARK, with_model
+
+Retained = Callable[[], dict[str, bytes]]  # by topic
 
 PROGRAM: tuple[str, ...] = (sys.executable, "-m", "kvass.launch.member")
 LINE_BYTES_MAX = 1 << 16
@@ -97,8 +101,8 @@ async def run_up(config: Config, counts: Counts, arguments: Sequence[str]) -> in
 
 
 class _Supervisor:
-    """Mutable fields: `_members`, `_broker` (its address), `_exit_code`, `_serving` (cancelled when
-    it is time to stop)."""
+    """Mutable fields: `_members`, `_broker` (its address), `_retained` (what an embedded one has
+    retained), `_exit_code`, `_serving` (cancelled when it is time to stop)."""
 
     def __init__(
         self, config: Config, output: Output, arguments: Sequence[str], started_s: float
@@ -110,29 +114,30 @@ class _Supervisor:
         self._model_s = time.monotonic() - started_s
         self._members: list[MemberProcess] = []
         self._broker = ""
+        self._retained: Retained = dict
         self._exit_code = 0
         self._serving = anyio.CancelScope()
 
     async def run(self, counts: Counts) -> int:
         signals_of_end = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         with anyio.open_signal_receiver(*signals_of_end) as signals:
-            async with _broker(self._config) as broker, anyio.create_task_group() as tasks:
+            async with _broker(self._config) as found, anyio.create_task_group() as tasks:
+                self._broker, self._retained = found
                 tasks.start_soon(self._end_on_signal, signals)
                 try:
                     with self._serving:
-                        await self._serve(counts, broker, tasks)
+                        await self._serve(counts, tasks)
                 finally:
                     with anyio.CancelScope(shield=True):
                         await self._stop()
                 tasks.cancel_scope.cancel()
         return self._exit_code
 
-    async def _serve(self, counts: Counts, broker: str, tasks: anyio.abc.TaskGroup) -> None:
-        self._broker = broker
-        self._output.say(f"kvass: broker on {broker}")
+    async def _serve(self, counts: Counts, tasks: anyio.abc.TaskGroup) -> None:
+        self._output.say(f"kvass: broker on {self._broker}")
         try:
             for role, member_id in counts.member_ids():
-                tasks.start_soon(self._watch, await self._start(role, member_id, broker))
+                tasks.start_soon(self._watch, await self._start(role, member_id))
             await self._wait_until_ready()
         except (KvassError, OSError) as error:
             self._output.say(f"kvass: {error}")
@@ -140,10 +145,10 @@ class _Supervisor:
             return
         await anyio.sleep_forever()
 
-    async def _start(self, role: Role, member_id: str, broker: str) -> MemberProcess:
+    async def _start(self, role: Role, member_id: str) -> MemberProcess:
         cluster = self._config.cluster
         settings = (
-            setting("cluster.broker", broker),
+            setting("cluster.broker", self._broker),
             setting("cluster.model", cluster.model),
             setting("cluster.served_model_name", cluster.served_model_name),
         )
@@ -174,6 +179,8 @@ class _Supervisor:
             f"kvass: {member.member_id} (pid {member.process.pid}) ended with {_reason(code)}"
             + (f"; {self._way_back(member)}" if was_ready and member.role != "gateway" else "")
         )
+        if was_ready and member.role == "gateway":
+            self._output.say("kvass: nothing can be asked without the gateway: stopping")
         if not was_ready or member.role == "gateway" or self._all_ended():
             self._exit_code = 1
             self._serving.cancel()
@@ -236,7 +243,17 @@ class _Supervisor:
         """End every member: SIGTERM, then SIGKILL to its whole process group."""
         for roles, grace_s in STOP_ORDER:
             await self._stop_some([m for m in self._members if m.role in roles], grace_s)
+        with suppress(KvassError):  # without the secret nobody could join either
+            self._say_who_goes_on()
         self._output.say("kvass: stopped")
+
+    def _say_who_goes_on(self) -> None:
+        own_pids = {member.process.pid for member in self._members}
+        left = started_by_hand(self._retained(), self._config.cluster, own_pids)
+        if left:
+            self._output.say(
+                f"kvass: started by hand and still running: {', '.join(left)}; stop them by hand"
+            )
 
     async def _stop_some(self, members: Sequence[MemberProcess], grace_s: float) -> None:
         for member in members:
@@ -260,22 +277,23 @@ def setting(name: str, value: str) -> str:
 
 
 @asynccontextmanager
-async def _broker(config: Config) -> AsyncIterator[str]:
-    """Run the embedded broker on a free port, unless the config names another one."""
+async def _broker(config: Config) -> AsyncIterator[tuple[str, Retained]]:
+    """Run the embedded broker on a free port, unless the config names another one: that goes on,
+    with whoever is there, and what it has retained is not asked for."""
     named = config.cluster.broker
     if named:
         await _reach(named)
-        yield named
+        yield named, dict
         return
     for _ in range(PORT_TRIES - 1):
         address = f"127.0.0.1:{_free_port()}"
         try:
             broker = run_broker(address)
-            await broker.__aenter__()
+            retained = await broker.__aenter__()
         except Unavailable:
             continue  # somebody took the port in between
         try:
-            yield address
+            yield address, retained
         finally:
             await broker.__aexit__(None, None, None)
         return
