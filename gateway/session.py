@@ -67,9 +67,9 @@ class Session:
 
     Mutable fields: `_choices`; `_computed` (token ranges that workers said they computed);
     `_prefilling` and `_told` (calls that were told that a prefill job fills the store, with their
-    request ids); `_held` (blocks may be held under this request's id); `_missing` (token ranges
-    that the store lacked at first); `_failure` (the first error that ends it); `_meet` (tells the
-    fleet that the first call was made).
+    request ids); `_held` (blocks may be held under this request's id); `_stored` and `_missing`
+    (ranges of blocks that the store had at first, of tokens that it lacked); `_failure` (the first
+    error that ends it); `_meet` (tells the fleet that the first call was made).
     """
 
     def __init__(self, fleet: Fleet, ask: Ask, sink: Sink, *, end_s: float) -> None:
@@ -79,6 +79,7 @@ class Session:
         self._chain = fleet.chain(ask.tokens, ask.salt)
         self._choices = [Choice(index) for index in range(ask.choices)]
         self._computed: list[Range] = []
+        self._stored: list[Range] = []
         self._missing: list[Range] = []
         self._prefilling = self._held = False
         self._told: dict[str, tuple[Client, InFlight]] = {}
@@ -119,24 +120,24 @@ class Session:
 
     async def _run(self) -> None:
         self._refuse_too_big()
-        stored = await self._lookup()
+        stored = self._stored = await self._lookup()
         served = self._fleet.served
         self._missing = route.missing_ranges(len(self._ask.tokens), served.block_tokens, stored)
-        planned = self._plan(stored, self._fleet.workers("decode"))
+        planned = self._plan(self._fleet.workers("decode"))
         with self._fleet.expect(planned.decode.start_id) as self._meet:
-            await self._run_choices(planned, stored)
+            await self._run_choices(planned)
 
-    async def _run_choices(self, planned: route.Route, stored: list[Range]) -> None:
+    async def _run_choices(self, planned: route.Route) -> None:
         async with anyio.create_task_group() as tasks:
             if planned.prefill is not None:
                 self._prefilling = self._held = True
                 tasks.start_soon(self._prefill, planned.prefill, planned.missing_tokens)
             first, *others = self._choices
-            tasks.start_soon(self._answer, first, planned, stored, tasks.cancel_scope)
+            tasks.start_soon(self._answer, first, planned, tasks.cancel_scope)
             # The others share the first one's prompt: once it has a token, its blocks are there.
             await first.begun.wait()
             for choice in others:
-                tasks.start_soon(self._answer, choice, planned, stored, tasks.cancel_scope)
+                tasks.start_soon(self._answer, choice, planned, tasks.cancel_scope)
             for choice in self._choices:
                 await choice.over.wait()
             tasks.cancel_scope.cancel()  # a prefill job that nobody waits for any more
@@ -167,10 +168,10 @@ class Session:
             _log.info("lookup for %s: %s", self._ask.request_id, error)
             return []
 
-    def _plan(self, stored: list[Range], decodes: list[route.Worker]) -> route.Route:
+    def _plan(self, decodes: list[route.Worker]) -> route.Route:
         served, fleet = self._fleet.served, self._fleet
         prompt = route.Prompt(
-            len(self._ask.tokens), served.block_tokens, served.block_bytes, stored
+            len(self._ask.tokens), served.block_tokens, served.block_bytes, self._stored
         )
         keys = self._chain.keys
         return route.plan(
@@ -263,14 +264,10 @@ class Session:
     # --- decode -----------------------------------------------------------------------------------
 
     async def _answer(
-        self,
-        choice: Choice,
-        planned: route.Route,
-        stored: list[Range],
-        all_tasks: anyio.CancelScope,
+        self, choice: Choice, planned: route.Route, all_tasks: anyio.CancelScope
     ) -> None:
         try:
-            await self._decode(choice, planned, stored)
+            await self._decode(choice, planned)
         except errors.KvassError as error:
             self._failure = self._failure or error
             all_tasks.cancel()
@@ -278,13 +275,13 @@ class Session:
             choice.begun.set()
             choice.over.set()
 
-    async def _decode(self, choice: Choice, planned: route.Route, stored: list[Range]) -> None:
+    async def _decode(self, choice: Choice, planned: route.Route) -> None:
         failures: Counter[str] = Counter()
         failure: errors.KvassError = errors.Unavailable("no decode worker is ready")
         worker = planned.decode
         for attempt in range(DECODE_ATTEMPTS):
             if attempt:
-                worker = await self._another(choice, failures, failure, stored)
+                worker = await self._another(choice, worker, failures, failure)
                 if choice.token_ids:
                     self._note_resumed(choice, worker)
             try:
@@ -318,23 +315,31 @@ class Session:
     async def _another(
         self,
         choice: Choice,
+        lost: route.Worker,
         failures: Counter[str],
         failure: errors.KvassError,
-        stored: list[Range],
     ) -> route.Worker:
         """Choose a worker after a failure. A stream that has begun waits for one to appear."""
-        give_up_s = self._fleet.clock.now_s() + (RESUME_WAIT_S if choice.token_ids else 0.0)
+        count, is_told = len(choice.token_ids), False
+        give_up_s = self._fleet.clock.now_s() + (RESUME_WAIT_S if count else 0.0)
         while True:
             live = self._fleet.workers("decode")
             fewest = min((failures[each.start_id] for each in live), default=FAILURES_OF_ONE)
             left = [each for each in live if failures[each.start_id] == fewest]
             if left and fewest < FAILURES_OF_ONE:
                 try:
-                    return self._plan(stored, left).decode
+                    return self._plan(left).decode
                 except errors.Overloaded as error:
                     failure = error
             if self._fleet.clock.now_s() >= give_up_s:
-                raise failure
+                if not count or isinstance(failure, errors.Overloaded):
+                    raise failure
+                said = f"{lost.member_id} was lost after {count} tokens, and no decode worker came"
+                raise errors.Unavailable(f"{said} within {RESUME_WAIT_S:g} s") from failure
+            if not is_told:
+                is_told = True
+                said = "%s: no other decode worker is ready: waiting up to %g s for one"
+                _log.warning(said, self._ask.request_id, RESUME_WAIT_S)
             await anyio.sleep(RESUME_POLL_S)
             if isinstance(failure, errors.Overloaded):
                 failures.clear()

@@ -262,18 +262,6 @@ async def test_decode_worker_hangs_and_the_stream_resumes() -> None:
     assert len(second.generates()) == 1
 
 
-async def test_a_stream_waits_for_a_worker_to_come_back() -> None:
-    async with a_stage() as stage:
-        first, late = stage.decode, ScriptedWorker("decode", 9)
-        first.before_token = lambda at: after(at, 5, first.die)
-        reader = Reader()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(a_session(stage, an_ask(), reader).run)
-            await until(lambda: stage.fleet.workers("decode") == [])
-            await stage.start(late)
-    assert_whole(reader)
-
-
 async def test_a_request_that_never_began_is_refused_at_once() -> None:
     async with a_stage(decodes=2) as stage:
         for worker in stage.decodes:
