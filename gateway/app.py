@@ -36,7 +36,7 @@ from kvass.gateway.ask import Served
 from kvass.gateway.fair import FairQueue
 from kvass.gateway.fleet import Fleet
 from kvass.gateway.routes import create_app
-from kvass.gateway.server import HttpServer, bind
+from kvass.gateway.server import HttpServer, bind, is_loopback
 from kvass.kvstore.client.store import open_client
 from kvass.kvstore.placement import nodes_of
 
@@ -95,6 +95,13 @@ async def serve(
         )
     life = _Life()
     with bind(config.gateway.host, config.gateway.port) as bound:
+        if not keys and not is_loopback(bound):
+            _log.warning(
+                "HTTP is served on %s and no API key is asked for: whoever reaches it may ask for "
+                "completions, and look at /v1/cluster; gateway.api_keys_file names who has which "
+                "key",
+                config.gateway.host,
+            )
         async with anyio.create_task_group() as told:
             told.start_soon(life.until_cancelled)
             with life.work:

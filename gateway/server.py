@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -73,3 +74,8 @@ def bind(host: str, port: int) -> socket.socket:
         bound.close()
         raise
     return bound
+
+
+def is_loopback(bound: socket.socket) -> bool:
+    """Whether only processes of this host can connect."""
+    return ipaddress.ip_address(bound.getsockname()[0]).is_loopback

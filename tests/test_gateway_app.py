@@ -23,7 +23,7 @@ from kvass.common.member import Member
 from kvass.common.model.identity import worker_fields
 from kvass.common.model.spec import load_spec, tensor_shapes
 from kvass.gateway.app import serve, served_name
-from kvass.gateway.server import bind
+from kvass.gateway.server import bind, is_loopback
 from kvass.launch.broker import run_broker
 from ports import free_port
 from trust import SECRET
@@ -131,18 +131,31 @@ async def test_a_gateway_serves_and_drains(
         assert late[0].json()["choices"][0]["text"] == ANSWER
 
 
-async def test_a_gateway_without_a_broker_can_be_stopped(model_dir: Path) -> None:
+@pytest.mark.parametrize(("host", "warned"), [("127.0.0.1", 0), ("0.0.0.0", 1)])
+async def test_a_gateway_without_a_broker_can_be_stopped(
+    model_dir: Path, host: str, warned: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before that it says who may ask, if that is everybody."""
     made = config.load(
         None,
         [
             f"cluster.broker='127.0.0.1:{free_port()}'",
             f"cluster.model={str(model_dir)!r}",
             "gateway.port=0",
+            f"gateway.host={host!r}",
         ],
     )
     with anyio.fail_after(10), anyio.move_on_after(0.5) as scope:
         await serve(made, member_id="gateway-0")
     assert scope.cancel_called
+    assert caplog.text.count(f"HTTP is served on {host} and no API key") == warned
+    assert caplog.text.count("gateway.api_keys_file") == warned
+
+
+@pytest.mark.parametrize(("host", "is_so"), [("localhost", True), ("0.0.0.0", False)])
+def test_what_other_hosts_cannot_reach_is_told_by_the_socket(host: str, is_so: bool) -> None:
+    with bind(host, 0) as bound:
+        assert is_loopback(bound) == is_so
 
 
 def test_a_port_that_is_taken_is_named() -> None:
