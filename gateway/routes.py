@@ -106,9 +106,11 @@ def _add_probes(app: FastAPI, fleet: Fleet, registry: CollectorRegistry) -> None
             return _json(503, {"status": "unavailable", "reason": why_not})
         return _json(200, {"status": "ok", "degraded": _degraded(fleet)})
 
+    # A function: the member serves the same registry on a port of its own.
+    fleet.metrics.running.set_function(lambda: fleet.admission.choices)
+
     @app.get("/metrics")
     async def metrics() -> Response:
-        fleet.metrics.running.set(fleet.admission.choices)
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
