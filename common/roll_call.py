@@ -12,9 +12,16 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple
 
-from kvass.common.membership import LIVE_S, Entry, NodeTable, Peer
+from kvass.common.membership import LIVE_S, Entry, NodeTable, Peer, Role
 
 Condition = Literal["joining", "ready", "draining", "lost"]
+
+_NOUNS: Mapping[Role, str] = {
+    "gateway": "gateway",
+    "prefill": "prefill worker",
+    "decode": "decode worker",
+    "store": "store node",
+}
 
 
 class Line(NamedTuple):
@@ -76,7 +83,9 @@ class RollCall:
 
 def _first(others: Collection[Seen]) -> Line:
     roles = Counter(other.peer.role for other in others if other.condition == "ready")
-    counts = ", ".join(f"{count} {role}" for role, count in sorted(roles.items()))
+    counts = ", ".join(
+        f"{count} {_NOUNS[role]}{'s' * (count > 1)}" for role, count in sorted(roles.items())
+    )
     return Line(logging.INFO, f"joined the cluster{'; ready: ' if counts else ''}{counts}")
 
 

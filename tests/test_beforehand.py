@@ -30,7 +30,7 @@ def model(folder: Path, **changes: object) -> Path:
         ("cluster.max_model_len=65", "cluster.max_model_len is 65; this model has positions for"),
         ("cluster.head_groups=7", "head_groups"),
         ("prefill.pool_blocks=2", "prefill.pool_blocks gives a pool of 2 blocks"),
-        ("decode.pool_blocks=2", "decode.pool_blocks gives a pool of 2 blocks"),
+        ("decode.pool_blocks=1", "decode.pool_blocks gives a pool of 1 block ("),
         ("prefill.cpus=60000", "prefill.cpus is '60000'; this process may use only"),
         ("decode.cpus=x", "decode.cpus is 'x'; expected cores"),
         ("store.cpus=60000", "store.cpus is '60000'"),

@@ -158,10 +158,11 @@ CLUSTER = {
 
 
 @contextmanager
-def answering(status: int, body: bytes) -> Iterator[str]:
+def answering(status: int, body: bytes, kind: str = "application/json") -> Iterator[str]:
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(status)
+            self.send_header("Content-Type", kind)
             self.end_headers()
             self.wfile.write(body)
 
@@ -219,11 +220,20 @@ def test_a_gateway_may_be_named_as_people_do(text: str) -> None:
     assert root_of(text) == "http://127.0.0.1:9"
 
 
+@pytest.mark.parametrize("asked", [(), ("--store",)])
+def test_what_is_wrong_is_not_among_what_a_program_reads(asked: tuple[str, ...], port: int) -> None:
+    command = [*KVASS, "status", *asked, "--json", "--port", str(port)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    assert (done.returncode, done.stdout) == (1, "") and "Nothing answers" in done.stderr
+
+
 def test_status_says_when_nothing_runs(port: int) -> None:
     text = kvass("status", "--url", f"http://127.0.0.1:{port}", code=1)
     assert all(words in text for words in ("Nothing answers", "kvass up", "waits for its broker"))
-    with answering(200, b"<html>") as url:
-        assert "is not a Kvass gateway" in kvass("status", "--url", url, code=1)
+    with answering(200, b"<html>", "text/html") as url:
+        text = kvass("status", "--url", url, code=1)
+        words = "is not a Kvass gateway: it answers 200 to GET /v1/cluster (text/html)"
+        assert words in text and "Expecting" not in text
     with answering(404, b"") as url:
         assert "is not a Kvass gateway: it answers 404" in kvass("status", "--url", url, code=1)
 

@@ -171,7 +171,7 @@ def test_a_log_has_one_line_for_each_member_that_changes() -> None:
     def said(now_s: float) -> list[str]:
         return [f"{logging.getLevelName(level)} {text}" for level, text in roll_call.look(now_s)]
 
-    assert said(0.0) == ["INFO joined the cluster; ready: 3 store"]
+    assert said(0.0) == ["INFO joined the cluster; ready: 3 store nodes"]
     table.saw_presence(peer("p", "p", role="prefill"), 0.1)  # not asked for
     table.saw_presence(peer("d", "d", state="joining"), 0.1)
     assert said(0.1) == []

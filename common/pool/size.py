@@ -21,8 +21,9 @@ def pool_slots(layout: BlockLayout, worker: WorkerConfig, role: str, max_model_l
         share = worker.pool_share * psutil.virtual_memory().total
         slots, source = int(share // layout.block_size), f"{role}.pool_share {worker.pool_share:g}"
     if slots < need:
+        blocks = f"{slots} block{'s' * (slots != 1)}"
         raise Invalid(
-            f"{source} gives a pool of {slots} blocks ({slots * layout.block_tokens} tokens), but "
+            f"{source} gives a pool of {blocks} ({slots * layout.block_tokens} tokens), but "
             f"one request of max_model_len {max_model_len} needs {need}: lower "
             "cluster.max_model_len or raise the pool"
         )

@@ -17,7 +17,7 @@ from kvass.kvstore.client.roster import Addresses
 from kvass.kvstore.client.store import StoreClient
 from kvass.launch import store_status
 from kvass.launch.operator import operator
-from kvass.launch.status import cluster_at
+from kvass.launch.status import cluster_at, complaints
 from kvass.launch.store_status import NodeView
 
 INTERVAL_S = 1.0  # long enough for a rate, short enough to wait for
@@ -31,7 +31,7 @@ def show_store(
     if addresses:
         nodes = anyio.run(_at_nodes, addresses, config)
     else:
-        found = _at_gateway(url, console)
+        found = _at_gateway(url, complaints(console, as_json))
         if found is None:
             return 1
         nodes = found

@@ -40,7 +40,7 @@ STORE_COLUMNS = {
 
 def show_status(url: str, console: Console, *, as_json: bool = False) -> int:
     """Print the members and the store's counts; return the exit code."""
-    cluster = cluster_at(url, console)
+    cluster = cluster_at(url, complaints(console, as_json))
     if cluster is None:
         return 1
     if as_json:
@@ -53,6 +53,11 @@ def show_status(url: str, console: Console, *, as_json: bool = False) -> int:
     if cluster.get("store"):
         console.print(store_table(cluster["store"]))
     return 0
+
+
+def complaints(console: Console, as_json: bool) -> Console:
+    """Return where to say what is wrong: not among what a program reads."""
+    return Console(stderr=True) if as_json else console
 
 
 def _headline(cluster: Mapping[str, Any]) -> str:
@@ -88,7 +93,7 @@ def ask_gateway(url: str, console: Console, method: str, path: str) -> dict[str,
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         with httpx.Client(trust_env=False, timeout=TIMEOUT_S, headers=headers) as client:
             response = client.request(method, f"{url}{path}")
-            answer = response.json() if response.content else None
+            answer = _json_in(response)
             refusal = _refusal_in(answer)
             if refusal and response.status_code in (401, 403):
                 console.print(f"{url} {_keyless(refusal, bool(key))}", style="red", markup=False)
@@ -97,7 +102,8 @@ def ask_gateway(url: str, console: Console, method: str, path: str) -> dict[str,
                 console.print(refusal, style="red", markup=False, highlight=False)
                 return None
             if response.status_code != 200 or not isinstance(answer, dict):
-                raise ValueError(f"it answers {response.status_code} to {method} {path}")
+                kind = response.headers.get("content-type", "nothing said of its type")
+                raise ValueError(f"it answers {response.status_code} to {method} {path} ({kind})")
             return answer
     except (httpx.ConnectError, httpx.TimeoutException):
         console.print(
@@ -106,8 +112,15 @@ def ask_gateway(url: str, console: Console, method: str, path: str) -> dict[str,
             style="red",
         )
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        console.print(f"{url} is not a Kvass gateway: {error}", style="red")
+        console.print(f"{url} is not a Kvass gateway: {error}", style="red", markup=False)
     return None
+
+
+def _json_in(response: httpx.Response) -> object:
+    try:
+        return response.json()
+    except ValueError:
+        return None
 
 
 def _refusal_in(answer: object) -> str:
