@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import socket
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import anyio
 import anyio.abc
 import pytest
 
 from kvass.common.event_loop import BACKEND, BACKEND_OPTIONS
-from kvass.common.rpc import frames
+from kvass.common.rpc import frames, sockets
 from kvass.common.rpc.frames import CALL, Frames
-from kvass.common.rpc.server import accept
+from kvass.common.rpc.server import accept, listen
 from kvass.common.rpc.sockets import (
     RECEIVED_MAX,
     SocketListener,
@@ -22,7 +26,7 @@ from kvass.common.rpc.sockets import (
     dial,
     open_listener,
 )
-from rpc_stage import Worker, connected, hello, over
+from rpc_stage import Worker, connected, dialled, hello, over, until
 
 pytestmark = pytest.mark.anyio
 MIB = 1 << 20
@@ -206,9 +210,8 @@ def reset(port: int, said: bytes) -> None:
 async def test_a_stranger_that_is_gone_already_ends_no_server(said: bytes) -> None:
     """Nobody can say any more where it was, and what it said is wrong all the same."""
     worker = Worker()
-    listener = await open_listener("127.0.0.1", 0)
-    port = int(listener.extra(anyio.abc.SocketAttribute.local_port))
-    worker.address = f"127.0.0.1:{port}"
+    listener, worker.address = await listen("127.0.0.1")
+    port = int(worker.address.rpartition(":")[2])
     async with listener, anyio.create_task_group() as tasks:
         for _ in range(3):
             reset(port, said)
@@ -218,4 +221,42 @@ async def test_a_stranger_that_is_gone_already_ends_no_server(said: bytes) -> No
             reset(port, said)
         async with connected(worker) as (client, _):
             await over(client, "still there")
+        tasks.cancel_scope.cancel()
+
+
+class DyingFirst:
+    """An event loop whose first two connections are gone when they are looked at. Mutable:
+    `lives`."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.lives = 0
+
+    async def sock_accept(self, listening: socket.socket) -> tuple[socket.socket, Any]:
+        self.lives += 1
+        if self.lives == 1:
+            raise ConnectionAbortedError
+        return await self._loop.sock_accept(listening)
+
+    async def connect_accepted_socket(self, protocol: Any, accepted: socket.socket) -> Any:
+        if self.lives == 2:
+            raise OSError(errno.EINVAL, "it is gone")
+        return await self._loop.connect_accepted_socket(protocol, accepted)
+
+
+async def test_a_connection_that_dies_while_it_is_accepted_ends_no_listener(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker, loop = Worker(), DyingFirst(asyncio.get_running_loop())
+    listener, worker.address = await listen("127.0.0.1")
+    async with listener, anyio.create_task_group() as tasks:
+        with monkeypatch.context() as patch:
+            patch.setattr(sockets, "asyncio", SimpleNamespace(get_running_loop=lambda: loop))
+            tasks.start_soon(accept, listener, worker.server(hello()).serve_connection)
+            await until(lambda: loop.lives)
+        async with await dialled(worker) as refused:
+            with pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
+                await refused.receive()
+        async with connected(worker) as (client, _):
+            await over(client, "the listener goes on")
         tasks.cancel_scope.cancel()

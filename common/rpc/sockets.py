@@ -200,8 +200,15 @@ class SocketListener(anyio.abc.Listener[Connection]):
     ) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            accepted, _ = await loop.sock_accept(listening)
-            _, stream = await loop.connect_accepted_socket(SocketStream, accepted)
+            try:
+                accepted, _ = await loop.sock_accept(listening)
+            except ConnectionAbortedError:
+                continue  # it is gone already: that ends no listener
+            try:
+                _, stream = await loop.connect_accepted_socket(SocketStream, accepted)
+            except OSError:
+                accepted.close()  # as well
+                continue
             tasks.start_soon(cast(Any, handler), stream)
 
     async def aclose(self) -> None:
