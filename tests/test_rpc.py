@@ -297,3 +297,12 @@ async def test_nobody_there() -> None:
                     caught = error
                     tasks.cancel_scope.cancel()
             raise caught
+
+
+async def test_where_nobody_can_be_is_told_in_words() -> None:
+    listener, address = await listen("127.0.0.1")
+    await listener.aclose()
+    for where, why in ((address, "refused|failed"), (":1", "not known|No address|resolution")):
+        async with anyio.create_task_group() as tasks:
+            with pytest.raises(errors.Unavailable, match=why):
+                await Dialer(tasks, hello(), REPLIES, CREDENTIALS).client(where)

@@ -63,5 +63,7 @@ async def _dial(address: str) -> Connection:
             return await sockets.dial(host, int(port))
     except (OSError, TimeoutError, ValueError) as error:
         number = error.errno if isinstance(error, OSError) else None
-        why = os.strerror(number) if number else error  # asyncio's own names the address again
+        # asyncio's own text names the address again; numbers below 0 are of names that do not
+        # resolve, and say so themselves.
+        why = os.strerror(number) if number and number > 0 else error
         raise errors.Unavailable(f"cannot connect to {address}: {why}") from None
