@@ -112,13 +112,15 @@ async def ours(
                     rate = size / await put_s(store, chain, row)
                     if number:  # the first round touches the slab
                         found.put.append(rate)
-            for number in range(rounds * rows):
+            for number in range((rounds + 1) * rows):
                 row = number % rows
-                rate = size / plain.copy_s(memory, (row + rows // 2) % rows)
-                copied.put.append(rate)
-                copied.get.append(rate)
-                found.get.append(size / await get_s(store, names[row], row))
+                copy_rate = size / plain.copy_s(memory, (row + rows // 2) % rows)
+                rate = size / await get_s(store, names[row], row)
                 assert (memory.array[row * BLOCKS + number % BLOCKS] == row).all()
+                if number >= rows:  # the first round maps the slab's pages
+                    copied.put.append(copy_rate)
+                    copied.get.append(copy_rate)
+                    found.get.append(rate)
             singles = [
                 await get_s(store, names[number % rows], number % rows, 1)
                 for number in range(SINGLES if rounds > 1 else 20)
