@@ -125,7 +125,7 @@ def test_set_up_says_that_space_is_missing(tmp_path: Path) -> None:
 def test_a_wheel_has_the_library_and_serves_every_python(tmp_path: Path) -> None:
     command = [sys.executable, "setup.py", "--quiet", "build", "--build-base", str(tmp_path)]
     command += ["bdist_wheel", "--bdist-dir", str(tmp_path / "made"), "--dist-dir", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, capture_output=True, check=True, timeout=120)
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=True, timeout=300)
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.split("-")[2:4] == ["py3", "none"]
     files = zipfile.ZipFile(wheel).namelist()
