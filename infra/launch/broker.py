@@ -28,6 +28,9 @@ from kvass.common.errors import Invalid, Unavailable
 # ERROR: a member says the first two better, the third is nobody's concern. What has no level would
 # be written from the event loop, to a terminal that need not be read.
 _LOGGERS = ("amqtt", "amqtt.broker", "transitions", "asyncio.amqtt")
+# How long connections may take to end with the broker. They are on the same loop: what takes longer
+# waits for something that does not come.
+_ENDING_S = 0.5
 # What is mended here by its name: where amqtt has it no more, a mend would do nothing, and say so
 # to nobody.
 _MENDED: tuple[tuple[type, tuple[str, ...]], ...] = (
@@ -96,7 +99,9 @@ class _Broker(Broker):  # type: ignore[misc]  # amqtt has no types
     - It ends a client at once, though messages of its still wait: what it said last is lost after a
       goodbye, and comes after its last will if it died, and stays: `_client_message_loop`.
     - It forgets the connection of a peer that left before it had said a word of MQTT, and of one
-      that was killed while the broker ended: `stream_connected`, `close_rest`.
+      that was killed while the broker ended: `stream_connected`, `close`.
+    - It ends while it still accepts, and waits forever for a reader to whom a message comes as it
+      is cancelled (`asyncio.wait_for` before Python 3.12 loses the cancellation): `close`.
 
     Mutable field: `_open`, the connections being served. Raises Invalid if amqtt is not as it was.
     """
@@ -128,11 +133,24 @@ class _Broker(Broker):  # type: ignore[misc]  # amqtt has no types
         _LastWords(handler, client_session.delivered_message_queue)
         await super()._client_message_loop(client_session, handler)
 
-    async def close_rest(self) -> None:
-        """Close what a shutdown left open; a connection's end is its loop's next turn."""
+    async def close(self) -> None:
+        """End soon after _ENDING_S, whatever connections do; nobody is accepted from the start."""
+        for server in self._servers.values():
+            server.instance.close()
+        async with anyio.create_task_group() as ending:
+            ending.start_soon(self._hurry)
+            await self.shutdown()
+            ending.cancel_scope.cancel()
+        self._close_connections()
+        await asyncio.sleep(0)  # a connection's end is its loop's next turn
+
+    async def _hurry(self) -> None:
+        await anyio.sleep(_ENDING_S)
+        self._close_connections()
+
+    def _close_connections(self) -> None:
         for writer in self._open:
             writer.transport.abort()
-        await asyncio.sleep(0)
 
 
 def _require_mended(broker: Broker) -> None:
@@ -142,8 +160,9 @@ def _require_mended(broker: Broker) -> None:
         for name in names
         if not hasattr(owner, name)
     ]
-    if type(getattr(broker, "_subscriptions", None)) is not dict:
-        absent.append("Broker._subscriptions")
+    for name in ("_subscriptions", "_servers"):
+        if type(getattr(broker, name, None)) is not dict:
+            absent.append(f"Broker.{name}")
     if absent:
         raise Invalid(
             f"amqtt {version('amqtt')} is another one than the broker of Kvass was written for: it "
@@ -178,10 +197,8 @@ async def run_broker(address: str) -> AsyncIterator[Callable[[], dict[str, bytes
             topic: bytes(message.data) for topic, message in broker.retained_messages.items()
         }
     finally:
-        with anyio.move_on_after(5.0, shield=True):
-            await broker.shutdown()
-        with anyio.CancelScope(shield=True):
-            await broker.close_rest()
+        with anyio.move_on_after(2 * _ENDING_S, shield=True):
+            await broker.close()
 
 
 async def serve_broker(address: str) -> None:
