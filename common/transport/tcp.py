@@ -129,6 +129,8 @@ class TcpTransport:
         if card.kind != self.kind or not card.metadata:
             raise Invalid(f"a card of kind {card.kind!r}; expected that of a TCP landing")
         known = self._peers.get(card.start_id)
+        if known is not None and known.card == card:
+            return  # another writer of this card came first, and may be writing
         if known is not None and known.card.generation > card.generation:
             raise Unavailable(f"the landing of peer {card.start_id} was rebuilt since that card")
         if known is None and len(self._peers) >= PEERS_MAX:

@@ -20,7 +20,6 @@ from kvass.common.config import TransportConfig
 from kvass.common.errors import DeadlineExceeded, Invalid, TransferFailed, Unavailable
 from kvass.common.transport import loans
 from kvass.common.transport.endpoints import Endpoints
-from kvass.common.transport.identity import own_identity
 from kvass.common.transport.seam import Copies, Transport
 from transport_peer import BLOCK, Bytes, Peer, address_of, listening, memory, open_over, whole
 
@@ -292,27 +291,6 @@ async def test_cancelled_write_reads_its_source_no_more(
     assert await peer.ask("take", 0.3) == "DeadlineExceeded"
 
 
-async def test_strangers_with_the_same_pid_are_refused(peer: Peer, own: Endpoints) -> None:
-    reader = reader_of(own)
-    other = Peer(4 * MIB, fill=1)
-    try:
-        recycled = msgspec.structs.replace(peer.card, pid=other.pid)
-        with pytest.raises(Unavailable, match="another process has its PID"):
-            await reader.attach(recycled)
-        other_start = msgspec.structs.replace(peer.card, start_id=own_identity().start_id)
-        with pytest.raises(Unavailable, match="says that it is another one"):
-            await reader.attach(other_start)
-        other_host = msgspec.structs.replace(peer.card, host_id="elsewhere")
-        with pytest.raises(Unavailable, match="another host"):
-            await reader.attach(other_host)
-        with pytest.raises(Unavailable):
-            await own.way_to(recycled)
-        with pytest.raises(Invalid):
-            await reader.attach(msgspec.structs.replace(peer.card, metadata=b"\x00garbage"))
-    finally:
-        other.kill()
-
-
 async def test_ranges_outside_registered_memory_are_refused(
     peer: Peer, own: Endpoints, array: Bytes
 ) -> None:
@@ -329,25 +307,6 @@ async def test_ranges_outside_registered_memory_are_refused(
         with pytest.raises(Invalid):
             await own.writer.write(start_id, whole(base, wrong, 200), tag=tag, deadline_s=2)
     await own.writer.write(start_id, whole(base, address, MIB), tag=tag, deadline_s=5)
-    assert await peer.ask("take", 5.0) == "done"
-
-
-async def test_a_card_of_an_older_generation_reaches_nothing(
-    peer: Peer, own: Endpoints, array: Bytes
-) -> None:
-    old, tag, address = await peer.ask("lend", MIB)
-    assert await peer.ask("take", 0.01) == "DeadlineExceeded"
-    new, new_tag, new_address = await peer.ask("lend", MIB)
-    assert new.generation == old.generation + 1
-    await own.writer.attach(old)
-    copies = whole(address_of(array), address, MIB)
-    with pytest.raises((Unavailable, TransferFailed, DeadlineExceeded)):
-        await own.writer.write(old.start_id, copies, tag=tag, deadline_s=1)
-    await own.writer.attach(new)
-    with pytest.raises(Unavailable):
-        await own.writer.attach(old)
-    copies = whole(address_of(array), new_address, MIB)
-    await own.writer.write(new.start_id, copies, tag=new_tag, deadline_s=5)
     assert await peer.ask("take", 5.0) == "done"
 
 
