@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +85,7 @@ def header_of(chain: int, index: int, writer: str = "w") -> BlockHeader:
 
 def order_of(
     chain: int,
-    indices: range,
+    indices: Sequence[int],
     *,
     put_id: str = "p",
     session: str = "s0",

@@ -26,6 +26,16 @@ def test_the_least_used_chain_goes_first_from_its_end() -> None:
     assert found == [True] * 4 + [False] * 2
 
 
+def test_a_put_with_a_gap_makes_young_what_each_span_goes_on_from() -> None:
+    index = new_index()
+    store(index, 0, range(3, 6))
+    store(index, 1, range(3, 6))
+    assert index.put_begin(order_of(0, [2, 6], put_id="gap", now_s=1.0), 1.0) == ["granted"] * 2
+    assert index.put_begin(order_of(3, range(6), now_s=1.0), 1.0) == ["granted"] * 6
+    assert index.lookup([key_of(0, i) for i in range(3, 6)], 1.0) == [True] * 3
+    assert index.lookup([key_of(1, i) for i in range(3, 6)], 1.0) == [True, False, False]
+
+
 def test_full_of_held_blocks_is_an_answer() -> None:
     index = new_index()
     store(index, 0, range(6), hold="job")

@@ -112,7 +112,7 @@ class Puts:
         elif (put.session, put.groups) != (order.session, order.groups):
             raise Invalid(f"put {order.put_id!r} was begun by another writer or for other groups")
         keys = [header.key for header in order.headers]
-        self._ledger.touch([order.headers[0].parent, *keys] if keys else [])
+        self._ledger.touch(_asked_for(order.headers, keys))
         try:
             verdicts = self._begin_new(put, keys, order)
             for header in order.headers[len(verdicts) :]:
@@ -325,3 +325,16 @@ class Puts:
         for entry in self._entry_deadlines.due(now_s):
             if entry.state == "writing":
                 self.give_up(entry)
+
+
+def _asked_for(headers: Sequence[BlockHeader], keys: list[bytes]) -> list[bytes]:
+    """Return the keys of a put's blocks, before each span's the block that it goes on from."""
+    if not headers or headers[-1].index - headers[0].index < len(headers):
+        return [header.parent for header in headers[:1]] + keys
+    asked, last = list[bytes](), b""
+    for header in headers:
+        if header.parent != last:
+            asked.append(header.parent)
+        asked.append(header.key)
+        last = header.key
+    return asked

@@ -13,9 +13,9 @@ import anyio
 import anyio.abc
 from anyio.streams.text import TextReceiveStream
 
-from kvass.common import config
+from kvass.common import bus, config
 from kvass.common.member import CommandHandler, Member
-from kvass.common.membership import Role
+from kvass.common.membership import Peer, Role
 from kvass.common.rpc.credentials import credentials_of
 from kvass.common.seal import Seal
 from ports import free_port
@@ -23,6 +23,17 @@ from ports import free_port
 PROCESS = Path(__file__).parent / "member_process.py"
 SEAL = Seal(credentials_of(config.ClusterConfig()).secret)
 FIELDS: dict[str, str | int] = {"kv_dtype": "fp8", "block_tokens": 16}
+DEAD = Peer(
+    role="decode",
+    member_id="decode-9",
+    start_id="dead",
+    host_id="h",
+    pid=1,
+    state="ready",
+    started_s=1.0,
+    cluster=FIELDS | {"kv_dtype": "bf16"},  # nobody is refused for what it said
+)
+DEAD_TOPIC = bus.Topics("local").presence(DEAD.role, DEAD.member_id, DEAD.start_id)
 
 
 def free_broker() -> str:

@@ -15,10 +15,20 @@ import httpx
 import pytest
 from amqtt.broker import Broker
 
-from bus_stage import FIELDS, SEAL, free_broker, live, member, silent_way, started, until
+from bus_stage import (
+    DEAD,
+    DEAD_TOPIC,
+    FIELDS,
+    SEAL,
+    free_broker,
+    live,
+    member,
+    silent_way,
+    started,
+    until,
+)
 from kvass.common import bus
 from kvass.common.errors import Incompatible, Invalid, Unavailable
-from kvass.common.membership import Peer
 from kvass.launch.broker import run_broker
 
 pytestmark = pytest.mark.anyio
@@ -114,18 +124,8 @@ async def test_a_member_that_disagrees_is_refused_with_the_field_named(broker: s
 
 async def test_the_presence_of_the_dead_refuses_nobody(broker: str) -> None:
     async with run_broker(broker), member(broker, "store", "store-0", {}) as publisher:
-        dead = Peer(
-            role="decode",
-            member_id="decode-9",
-            start_id="dead",
-            host_id="h",
-            pid=1,
-            state="ready",
-            started_s=1.0,
-            cluster=FIELDS | {"kv_dtype": "bf16"},
-        )
-        topic = bus.Topics("local").presence("decode", "decode-9", "dead")
-        await publisher._bus.publish(topic, SEAL.close(topic, dead), qos=1, retain=True)
+        sealed = SEAL.close(DEAD_TOPIC, DEAD)
+        await publisher._bus.publish(DEAD_TOPIC, sealed, qos=1, retain=True)
         async with member(broker, "prefill", "prefill-0"):
             pass
 

@@ -15,23 +15,11 @@ from amqtt.broker import Broker
 from amqtt.mqtt.disconnect import DisconnectPacket
 from amqtt.mqtt.publish import PublishPacket
 
-from bus_stage import SEAL, free_broker, member, until
+from bus_stage import DEAD, DEAD_TOPIC, SEAL, free_broker, member, until
 from kvass.common import bus
-from kvass.common.membership import Peer
 from kvass.launch.broker import run_broker
 
 pytestmark = [pytest.mark.anyio, pytest.mark.fault(number=49)]
-
-DEAD = Peer(
-    role="decode",
-    member_id="decode-9",
-    start_id="dead",
-    host_id="h",
-    pid=1,
-    state="ready",
-    started_s=1.0,
-)
-TOPIC = bus.Topics("local").presence("decode", "decode-9", "dead")
 
 
 @pytest.fixture
@@ -77,13 +65,13 @@ async def test_who_subscribes_after_a_will_has_not_heard_what_it_cleared(
     """amqtt greeted with the retained messages of others' subscriptions, before the own ones."""
     address = free_broker()
     async with run_broker(address), member(address, "gateway", "g") as watcher:
-        await watcher._bus.publish(TOPIC, SEAL.close(TOPIC, DEAD), qos=1, retain=True)
+        await watcher._bus.publish(DEAD_TOPIC, SEAL.close(DEAD_TOPIC, DEAD), qos=1, retain=True)
         await until(lambda: "dead" in watcher.table, within_s=2)
         pause = pause_before(monkeypatch, "_handle_subscription")
 
         async def clear() -> None:
             await pause.reached.wait()
-            await watcher._bus.publish(TOPIC, b"", qos=1, retain=True)
+            await watcher._bus.publish(DEAD_TOPIC, b"", qos=1, retain=True)
             await until(lambda: "dead" not in watcher.table, within_s=2)
             pause.over.set()
 
@@ -152,7 +140,7 @@ async def test_a_retained_message_that_comes_after_the_will_is_not_news(
     address = free_broker()
     async with run_broker(address), member(address, "gateway", "g") as watcher:
         (_, sending), *_ = brokers[0].sessions.values()
-        presence, later = (SEAL.close(TOPIC, DEAD) for _ in range(2))
+        presence, later = (SEAL.close(DEAD_TOPIC, DEAD) for _ in range(2))
         marker = bus.Topics("local").presence("decode", "decode-9", "marker")
         refused = watcher._metrics.messages_refused
 
@@ -163,12 +151,12 @@ async def test_a_retained_message_that_comes_after_the_will_is_not_news(
             await sending.mqtt_publish(marker, b"\xc1", 0, retain=False)
             await until(lambda: refused._value.get() > count, within_s=2)
 
-        await sent(TOPIC, b"", retain=False)
-        await sent(TOPIC, presence, retain=True)
+        await sent(DEAD_TOPIC, b"", retain=False)
+        await sent(DEAD_TOPIC, presence, retain=True)
         assert "dead" not in watcher.table
-        await sent(TOPIC, presence, retain=False)
+        await sent(DEAD_TOPIC, presence, retain=False)
         assert "dead" in watcher.table, "it was taken for dead and said that it is not"
-        await sent(TOPIC, later, retain=True)
+        await sent(DEAD_TOPIC, later, retain=True)
         assert "dead" in watcher.table
 
 
