@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+import rig
 from kvass.common.config import DEFAULT_MODEL
 from kvass.common.model.fetch import resolve_model
 from kvass.common.model.load import load_model
@@ -34,12 +35,11 @@ THEIRS = "agreement, transformers in bf16"
 
 def measure(count: int) -> dict[str, list[teacher.Disagreement]]:
     """Return each way's disagreements with `transformers` in float32 over `count` texts."""
-    from transformers import AutoModelForCausalLM
-
+    theirs = rig.required("transformers").AutoModelForCausalLM
     directory = resolve_model(DEFAULT_MODEL, progress=True)
     spec, tokenizer = load_spec(directory), Tokenizer.load(directory)
-    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    half = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    reference = theirs.from_pretrained(directory, dtype=torch.float32)
+    half = theirs.from_pretrained(directory, dtype=torch.bfloat16)
     ours = load_model(directory, spec, projection_of=Products(uses()).projection)
     ours_float32 = load_model(directory, spec, dtype=torch.float32)
     ways: dict[str, Callable[[list[int]], torch.Tensor]] = {

@@ -29,10 +29,11 @@ from typing import Any
 import anyio
 import httpx
 import torch
-import transformers
 
 import rig
 from rig import Answer, Figure
+
+transformers = rig.required("transformers")
 
 PROMPT_TOKENS = 1024
 GAP_BLOCKS = 16

@@ -7,6 +7,7 @@ state (blocks gone from a pool, or from everywhere) does it call members, over t
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import random
@@ -54,6 +55,14 @@ WORDS = (
     "moves holds under between slowly because every second another without measures "
     "carries follows between small early open bright the a of and to in with from"
 ).split()
+
+
+def required(module: str) -> Any:
+    """Return a module that a benchmark compares with; exits when it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError:
+        sys.exit(f"{sys.argv[0]} compares with {module}: .venv/bin/pip install {module}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from msgspec import Meta
 from kvass.common.errors import Invalid
 from kvass.common.keys import KEY_BYTES
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 # A prompt of 131,072 tokens is 0.6 MB of msgpack, and the largest `lookup` 4.7 MB.
 FRAME_BYTES_MAX = 8 << 20
 ITEMS_MAX = 1 << 20
@@ -200,7 +200,7 @@ class Delta(Message, frozen=True, tag="delta"):
     text: Annotated[str, Meta(max_length=ITEMS_MAX)] = ""
     finish_reason: Name = ""
     computed: Ranges = ()
-    stop_reason: StopString = ""  # the stop string or token that ended it, if one did
+    stop_reason: StopString | Integer = ""  # the stop string or token that ended it, if one did
 
 
 class Generate(Request[Delta], frozen=True, tag="generate"):

@@ -28,7 +28,7 @@ class Step:
 
     text: str = ""
     finish_reason: str = ""  # "stop" or "length"
-    stop_reason: str = ""  # the stop string, or the stop token's id; empty for EOS
+    stop_reason: str | int = ""  # the stop string, or the stop token's id; empty for EOS
 
 
 class TextStream:
@@ -80,12 +80,12 @@ class TextStream:
         if matched:
             return self._end(text, "stop", matched)
         if is_eos or is_stop:
-            return self._end(text + self._stops.flush(), "stop", "" if is_eos else str(token))
+            return self._end(text + self._stops.flush(), "stop", "" if is_eos else token)
         if self._count >= self._stop.max_tokens:
             return self._end(text + self._stops.flush(), "length", "")
         return Step(self._unsent(text))
 
-    def _end(self, text: str, finish_reason: str, stop_reason: str) -> Step:
+    def _end(self, text: str, finish_reason: str, stop_reason: str | int) -> Step:
         self._is_over = True
         return Step(self._unsent(text), finish_reason, stop_reason)
 

@@ -8,6 +8,7 @@ windows, tokens and templates are `ask.py`'s. Nothing is sent anywhere before al
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -202,12 +203,20 @@ class CompletionRequest(_Sampled):
         return "max_tokens"
 
 
+def _no_tools_role(value: object) -> object:
+    if value in ("tool", "function"):
+        raise _fail(f"a message of role {value!r} is not supported yet")
+    return value
+
+
 class Message(BaseModel):
     """One turn of a conversation."""
 
     model_config = _STRICT
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Annotated[
+        Literal["system", "developer", "user", "assistant"], BeforeValidator(_no_tools_role)
+    ]
     content: Annotated[str, BeforeValidator(_text)]
 
     @model_validator(mode="before")
@@ -265,6 +274,8 @@ _REFUSED: Mapping[str, tuple[object, ...]] = {
     "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "structured_outputs": ({},),
     "truncate_prompt_tokens": (),
@@ -301,13 +312,14 @@ def parse(body: bytes, form: type[Form]) -> Form:
     try:
         raw: Any = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
-        raise Invalid(f"the body is not JSON: {error}") from None
+        half = " (\\u escapes of surrogates come in pairs)" if "hex escape" in str(error) else ""
+        raise Invalid(f"the body is not JSON: {error}{half}") from None
     if not isinstance(raw, dict):
         raise Invalid("the body must be a JSON object")
     given = {name: value for name, value in raw.items() if value is not None}  # null: the default
     for name, neutral in (dict(_REFUSED) | dict(_REFUSED_IN[form])).items():
         if name in given and not _one_of(given[name], neutral):
-            raise Invalid(f"{name} = {_short(given[name])} is not supported yet", parameter=name)
+            raise Invalid(_refusal(name, given[name]), parameter=name)
     try:
         return form.model_validate(given)
     except ValidationError as error:
@@ -324,6 +336,16 @@ def _one_of(value: object, neutral: tuple[object, ...]) -> bool:
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _refusal(name: str, value: object) -> str:
+    """Say that a field is not supported, with its value as JSON has it, or as far as its type."""
+    if isinstance(value, dict) and isinstance(value.get("type"), str):
+        return f"{name} of type {value['type']!r:.40} is not supported yet"
+    if isinstance(value, dict | list):
+        return f"{name} is not supported yet"
+    text = json.dumps(value, ensure_ascii=False)
+    return f"{name} = {text if len(text) <= 80 else text[:77] + '...'} is not supported yet"
 
 
 def _invalid(error: ValidationError) -> Invalid:

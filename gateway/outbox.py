@@ -35,7 +35,7 @@ class Outbox:
         piece.text += delta.text
         piece.tokens += len(delta.token_ids)
         piece.finish_reason = piece.finish_reason or delta.finish_reason
-        piece.stop_reason = piece.stop_reason or delta.stop_reason
+        piece.stop_reason = delta.stop_reason if piece.stop_reason == "" else piece.stop_reason
         self._wake.set()
 
     def close(self) -> None:

@@ -20,8 +20,8 @@ _UNLINKED = (
     "noticed"
 )
 _LOSSES: dict[Role, str] = {
-    "prefill": "others compute what it would have",
-    "decode": "its answers went on at others, if there were any",
+    "prefill": "others compute what it would have computed",
+    "decode": "its answers go on at others where there are any",
     "store": "what it alone held is computed again",
     "gateway": "its clients have to ask another one",
 }

@@ -46,7 +46,7 @@ class Piece:
     text: str = ""
     tokens: int = 0
     finish_reason: str = ""
-    stop_reason: str = ""
+    stop_reason: str | int = ""  # the stop string, or the stop token's id
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Envelope:
 def _end(piece: Piece | None) -> JSON:
     reason = (piece.finish_reason or None) if piece is not None else None
     end: JSON = {"logprobs": None, "finish_reason": reason}
-    if piece is not None and piece.stop_reason:
+    if piece is not None and piece.stop_reason != "":
         end["stop_reason"] = piece.stop_reason  # vLLM's extension
     return end
 

@@ -9,12 +9,16 @@ from typing import Any
 
 import anyio
 import httpx
+import msgspec
 import openai
 import pytest
 
 from gateway_stage import ANSWER, MODEL, WINDOW, Stage, a_gateway, answer_of
 from kvass.common import errors
 from kvass.common.event_loop import BACKEND, BACKEND_OPTIONS
+from kvass.common.wire import Delta
+from kvass.gateway.outbox import Outbox
+from kvass.gateway.replies import Envelope, Usage
 
 pytestmark = pytest.mark.anyio
 TOKENS = len(ANSWER.encode())
@@ -257,3 +261,14 @@ async def test_reuse_switched_off_gives_every_request_its_own_blocks(stage: Stag
         await post(stage, "/v1/completions", ASK)
     first, second = stage.decode.generates()
     assert first.salt != second.salt and len(first.salt) == 32
+
+
+@pytest.mark.parametrize("reason", [0, 7, "7"])
+async def test_a_stop_token_is_a_number_and_a_stop_string_a_string(reason: str | int) -> None:
+    outbox = Outbox(lambda choice, delta: None)
+    for delta in (Delta(text="a"), Delta(finish_reason="stop", stop_reason=reason)):
+        outbox.put(0, msgspec.msgpack.decode(msgspec.msgpack.encode(delta), type=Delta))
+    (piece,) = await outbox.take()
+    body = json.loads(json.dumps(Envelope("id", 0, "m", chat=False).whole([piece], Usage())))
+    told = body["choices"][0]["stop_reason"]
+    assert (told, type(told)) == (reason, type(reason))

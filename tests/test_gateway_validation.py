@@ -64,6 +64,7 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"use_beam_search": True}, "use_beam_search"),
     ({"bad_words": ["x"]}, "bad_words"),
     ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"return_token_ids": True}, "return_token_ids"),
 ]
 COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt"),
@@ -250,6 +251,30 @@ def test_neutral_values_of_what_is_not_supported_pass() -> None:
     parse(json.dumps(COMPLETION | completion).encode(), CompletionRequest)
     with pytest.raises(Invalid):
         parse(json.dumps(CHAT | {"top_logprobs": False}).encode(), ChatRequest)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"logprobs": True}, "logprobs = true is not"),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "of type 'json_schema' is not",
+        ),
+        ({"tools": [{"type": "function"}]}, "tools is not"),
+        ({"messages": [{"role": "tool", "content": ""}]}, "message of role 'tool' is not"),
+    ],
+)
+def test_what_is_not_supported_is_named_as_clients_wrote_it(
+    fields: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(Invalid, match=f"{words} supported yet$"):
+        parse(json.dumps(CHAT | fields).encode(), ChatRequest)
+
+
+def test_half_a_surrogate_pair_is_told_as_that() -> None:
+    with pytest.raises(Invalid, match="surrogates come in pairs"):
+        parse(b'{"prompt": "\\ud800 a"}', CompletionRequest)
 
 
 json_values = st.recursive(

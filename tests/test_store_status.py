@@ -154,7 +154,7 @@ def test_a_node_by_itself_is_given_no_advice_for_clusters() -> None:
         silent = views_of(
             {}, {"members": [{"role": "store", "id": "s"}]}, 1.0, clustered=clustered
         )[0]
-        assert ("are computed" in findings(silent)[0]) == clustered, "tensors are by nobody here"
+        assert ("computed again" in findings(silent)[0]) == clustered, "tensors are by nobody here"
         assert len(findings(node)) == 1 + clustered
 
 

@@ -111,7 +111,7 @@ def steps(stream: TextStream, tokens: Sequence[int]) -> Iterator[Step]:
             return
 
 
-def run(stream: TextStream, tokens: Sequence[int]) -> tuple[str, str, str]:
+def run(stream: TextStream, tokens: Sequence[int]) -> tuple[str, str, str | int]:
     """All text, the finish reason and the stop reason."""
     parts = list(steps(stream, tokens))
     return "".join(part.text for part in parts), parts[-1].finish_reason, parts[-1].stop_reason
@@ -283,7 +283,7 @@ END, TOOL = 0, 1
     [
         (Stop(max_tokens=9), [*ids("ab"), END], ("ab", "stop", "")),
         (Stop(max_tokens=9, ignore_eos=True), [END, *ids("ab")], ("ab", "", "")),
-        (Stop(max_tokens=9, token_ids=(TOOL,)), [*ids("ab"), TOOL], ("ab", "stop", "1")),
+        (Stop(max_tokens=9, token_ids=(TOOL,)), [*ids("ab"), TOOL], ("ab", "stop", TOOL)),
         (Stop(max_tokens=9, token_ids=(END,)), [*ids("ab"), END], ("ab", "stop", "")),
         (Stop(max_tokens=1), ids("a"), ("a", "length", "")),
         (Stop(max_tokens=1), [END], ("", "stop", "")),
@@ -317,7 +317,7 @@ def test_a_stop_token_s_own_text_is_shown_only_on_request() -> None:
     for included, text in ((False, ""), (True, "a")):
         stop = Stop(max_tokens=9, token_ids=(word,), include_stop_string=included)
         stream = TextStream(byte_level(), [], stop, frozenset({END}))
-        assert stream.push(word) == Step(text, "stop", str(word))
+        assert stream.push(word) == Step(text, "stop", word)
 
 
 @pytest.mark.model

@@ -48,9 +48,9 @@ def test_truncation_at_every_length_is_invalid(message: wire.Message) -> None:
             wire.unpack(packed[:size])
 
 
-def test_golden_bytes_of_version_4() -> None:
+def test_golden_bytes_of_version_6() -> None:
     # A change here is a change of the protocol: give it a new version.
-    assert wire.PROTOCOL_VERSION == 5
+    assert wire.PROTOCOL_VERSION == 6
     assert wire.pack(wire.PrefillOver(request_id="r-1")).hex() == (
         "82a174ac70726566696c6c5f6f766572aa726571756573745f6964a3722d31"
     )
@@ -58,6 +58,7 @@ def test_golden_bytes_of_version_4() -> None:
         "86a174a564656c7461a9746f6b656e5f6964739107a474657874a161ad66696e6973685f726561736f6ea0"
         "a8636f6d707574656490ab73746f705f726561736f6ea0"
     )
+    assert wire.pack(wire.Delta(finish_reason="stop", stop_reason=7)).hex().endswith("6e07")
 
 
 @given(st.binary(max_size=200))

@@ -116,9 +116,9 @@ def findings(node: NodeView) -> list[str]:
 
 
 def _absent(node: NodeView) -> str:
-    misses = "Until then its blocks are misses"
+    misses = "Until then what it alone has is missed"
     if node.clustered:  # one by itself may have anybody's tensors, which nobody computes
-        misses += ", which are computed"
+        misses += " and computed again"
     if node.state == "refuses":
         return f"refuses this command, and is not at fault: {node.reason}"
     if node.lost_since:

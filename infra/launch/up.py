@@ -187,9 +187,10 @@ class _Supervisor:
 
     def _way_back(self, member: MemberProcess) -> str:
         """Return what brings a member back; a gateway's end is this process's."""
-        options = "" if not self._arguments else f" {shlex.join(self._arguments)}"
+        options = shlex.join(_without_gateway(self._arguments))
         return (
-            f"`kvass {member.role} --id {member.member_id} --broker {self._broker}{options}` "
+            f"`kvass {member.role} --id {member.member_id} --broker {self._broker}"
+            f"{' ' if options else ''}{options}` "
             "brings it back"
         )
 
@@ -214,8 +215,9 @@ class _Supervisor:
         url = f"http://{host}:{gateway.port}"
         async with httpx.AsyncClient(trust_env=False, base_url=url) as client:
             await _wait_until_healthy(client)
+            roles = {member.role for member in self._members}
             with anyio.move_on_after(WHOLE_TIMEOUT_S):
-                await _wait_until_whole(client)
+                await _wait_until_whole(client, absent=len({"prefill", "store"} - roles))
         self._output.say(self._where_time_went())
         self._output.say(f"kvass ready: {url}")
 
@@ -350,12 +352,24 @@ async def _wait_until_healthy(client: httpx.AsyncClient) -> None:
     raise Unavailable(f"the gateway is not healthy after {HEALTH_TIMEOUT_S:g} s: {answer}")
 
 
-async def _wait_until_whole(client: httpx.AsyncClient) -> None:
-    """Wait until the gateway has heard of every kind of member that it can use."""
+async def _wait_until_whole(client: httpx.AsyncClient, *, absent: int) -> None:
+    """Wait until the gateway has heard of every kind of member that it can use, but for so many
+    that were not started."""
     while True:
-        if not (await client.get("/health")).json().get("degraded"):
+        if len((await client.get("/health")).json().get("degraded", [])) <= absent:
             return
         await anyio.sleep(HEALTH_INTERVAL_S)
+
+
+def _without_gateway(arguments: Sequence[str]) -> list[str]:
+    """Return options without `--set gateway.…`, which tell no other member anything."""
+    kept: list[str] = []
+    for argument in arguments:
+        if argument.startswith("gateway.") and kept and kept[-1] == "--set":
+            kept.pop()
+        else:
+            kept.append(argument)
+    return kept
 
 
 def _reason(code: int) -> str:

@@ -142,7 +142,11 @@ class EraseCalls:
         if request.keys is None and by_field == (None, None, None):
             raise Invalid("drop: give a namespace, a tenant, a writer or keys")
         keys = None if request.keys is None else joined(request.keys)
-        return await self._erase(Erasure(request.id or new_id(), 0.0, *by_field, keys))
+        reply = await self._erase(Erasure(request.id or new_id(), 0.0, *by_field, keys))
+        if keys is None:  # of keys, whoever erases block after block would fill the log
+            what, by = _named(request), call.peer.member_id
+            _log.warning("drop of %s, said %s: %d blocks erased", what, by, reply.blocks)
+        return reply
 
     async def _bar(self, call: Call) -> m.Dropped:
         request = request_of(call, m.Bar)
@@ -175,7 +179,8 @@ class EraseCalls:
         self.told += len(fresh)
         await self.settle()
         blocks = sum(kept.blocks for kept in fresh)
-        _log.warning("%s told of %d erasures: %d blocks erased", by, len(fresh), blocks)
+        level = logging.WARNING if blocks else logging.INFO
+        _log.log(level, "%s told of %d erasures: %d blocks erased", by, len(fresh), blocks)
         for kept in fresh:  # others may have more that was computed upon these
             if kept.erasure.bars and set(kept.ends) - set(split(kept.erasure.after)):
                 more = msgspec.structs.replace(
@@ -353,3 +358,10 @@ class EraseCalls:
             await self._tiers.note(msgspec.msgpack.encode(saved))
         except Unavailable as error:
             _log.error("%s: after a restart this node must be told again what was erased", error)
+
+
+def _named(request: m.Drop) -> str:
+    """Return what a drop without keys is of, for the log."""
+    namespace = None if request.namespace is None else request.namespace.hex()[:16]
+    given = {"namespace": namespace, "tenant": request.tenant, "writer": request.writer}
+    return ", ".join(f"{name} {value!r}" for name, value in given.items() if value is not None)
