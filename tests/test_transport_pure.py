@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvass.common.errors import Invalid, Unavailable
 from kvass.common.transport import copies as transport_copies
-from kvass.common.transport.copies import SLICE_BYTES, SLICE_RANGES, check, slices
+from kvass.common.transport.copies import SLICE_BYTES, SLICE_RANGES, check, joined, slices
 from kvass.common.transport.loans import ALIGNMENT, BOUND_S, DRAIN_S, LoanBook
 from kvass.common.transport.mover import SPINS, pause_s
 from kvass.common.transport.route import choose
@@ -38,6 +40,44 @@ def test_slices_hold_a_bounded_number_of_ranges() -> None:
     count = 3 * SLICE_RANGES + 1
     many = copies_of(list(range(count)), list(range(count)), [1] * count)
     assert [len(piece.sizes) for piece in slices(many)] == [SLICE_RANGES] * 3 + [1]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), *[st.sampled_from([0, 0, 0, 5])] * 2), max_size=20),
+    st.integers(0, 60),
+)
+def test_joined_ranges_have_the_same_bytes_and_stay_within_a_region(
+    steps: list[tuple[int, int, int]], border: int
+) -> None:
+    local, remote, sizes = [], [], []
+    ends = [0, 1 << 20]
+    for size, *gaps in steps:
+        starts = [end + gap for end, gap in zip(ends, gaps, strict=True)]
+        if starts[0] < border < starts[0] + size:
+            starts[0] = border
+        local.append(starts[0])
+        remote.append(starts[1])
+        sizes.append(size)
+        ends = [start + size for start in starts]
+    given_ranges = copies_of(local, remote, sizes)
+    made = joined(given_ranges, [Region(0, border), Region(border, 1 << 10)])
+    assert moved(made) == moved(given_ranges)
+    rows = list(zip(made.local.tolist(), made.remote.tolist(), made.sizes.tolist(), strict=True))
+    for first, size in ((row[0], row[2]) for row in rows):
+        assert not first < border < first + size, "from one region into another"
+    for one, other in pairwise(rows):
+        side_by_side = one[0] + one[2] == other[0] and one[1] + one[2] == other[1]
+        assert not side_by_side or other[0] in (0, border), "two that could be one"
+
+
+def moved(copies: Copies) -> list[tuple[int, int]]:
+    """Return where each byte comes from and goes to, in order."""
+    columns = (copies.local.tolist(), copies.remote.tolist(), copies.sizes.tolist())
+    return [
+        (local + at, remote + at)
+        for local, remote, size in zip(*columns, strict=True)
+        for at in range(size)
+    ]
 
 
 REGIONS = [Region(1 << 20, 1 << 20), Region(1 << 30, 4096)]

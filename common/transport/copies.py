@@ -92,6 +92,24 @@ def within(
     return inside
 
 
+def joined(copies: Copies, regions: Sequence[Region]) -> Copies:
+    """Return the same bytes in as few ranges as may be: what lies side by side on both sides is one
+    range. None goes from one of the `regions` into another: those are registered each by itself."""
+    if len(copies.sizes) < 2:
+        return copies
+    begins = np.ones(len(copies.sizes), dtype=np.bool_)
+    for addresses in (copies.local, copies.remote):
+        begins[1:] &= addresses[1:] == addresses[:-1] + copies.sizes[:-1]
+    np.logical_not(begins[1:], out=begins[1:])
+    for region in regions:
+        begins |= copies.local == np.uint64(region.address)
+    first = np.flatnonzero(begins)
+    if len(first) == len(begins):
+        return copies
+    sizes = np.add.reduceat(copies.sizes, first)
+    return Copies(copies.local[first], copies.remote[first], sizes)
+
+
 def slices(copies: Copies) -> Iterator[Copies]:
     """Yield pieces of `copies`, in order, none over SLICE_BYTES or SLICE_RANGES."""
     copies = _cut(copies)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from kvass.common.checksum import Sums
 from kvass.common.errors import Invalid, KvassError, Overloaded, TransferFailed, Unavailable
-from kvass.common.transport.copies import check, slices
+from kvass.common.transport.copies import check, joined, slices
 from kvass.common.transport.identity import Identity
 from kvass.common.transport.mover import Mover, Progress
 from kvass.common.transport.nixl_agent import Agent, tcp_environment
@@ -94,7 +94,8 @@ class TcpTransport:
         peer = self._peers.get(start_id)
         if peer is None:
             raise Unavailable(f"peer {start_id} is not attached")
-        await self._mover.transfer(_Write(self, peer, copies, tag), deadline_s=deadline_s)
+        ranges = joined(copies, self._regions)  # each is one write of UCX, with a header of its own
+        await self._mover.transfer(_Write(self, peer, ranges, tag), deadline_s=deadline_s)
 
     def detach(self, start_id: str) -> None:
         """Forget a peer; writes in flight to it fail."""
