@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import anyio
 import pytest
 import trio.testing
 
+from inline import InlineExecutor, T
 from kvass.common.transport.route import Setting
+from kvass.kvstore.client import pulls
 from kvass.kvstore.results import WaitResult
 from store_sim import LAYOUT, TP_LAYOUT, Worker, at_rest, chain_of, cluster, pull, push
 
@@ -34,6 +38,29 @@ async def test_what_one_worker_pushes_another_pulls(way: Setting) -> None:
         assert await pull(reader, chain, range(40)) == set(range(40))
         assert (await at_rest(sim))["visible_blocks"] == 40
         assert not reader.store.counts.total(), reader.store.counts
+
+
+@pytest.mark.parametrize(("copied_at_once", "threads_woken"), [(pulls.COPY_BYTES, 0), (0, 1)])
+async def test_few_bytes_over_tcp_wake_no_thread(
+    monkeypatch: pytest.MonkeyPatch, copied_at_once: int, threads_woken: int
+) -> None:
+    monkeypatch.setattr(pulls, "COPY_BYTES", copied_at_once)
+    async with cluster() as sim:
+        sim.add_node("store-0", setting="tcp")
+        worker = sim.add_worker(setting="tcp")
+        await push(worker, chain_of(4), range(4))
+        woken = []
+
+        class Noted(InlineExecutor):
+            async def run(self, function: Callable[[], T]) -> T:
+                woken.append(function)
+                return await super().run(function)
+
+        transfers = worker.store._transfers
+        assert transfers is not None
+        transfers.executor = Noted()
+        assert await pull(worker, chain_of(4), range(4)) == set(range(4))
+        assert len(woken) == threads_woken
 
 
 async def test_a_hole_is_only_a_hole() -> None:
