@@ -33,8 +33,6 @@ import torch
 import rig
 from rig import Answer, Figure
 
-transformers = rig.required("transformers")
-
 PROMPT_TOKENS = 1024
 GAP_BLOCKS = 16
 REPETITIONS, QUICK_REPETITIONS = 9, 3
@@ -53,7 +51,8 @@ class Reference:
     """`transformers` on the same prompt: one forward pass, not compiled, logits of the last row."""
 
     def __init__(self, folder: Path, attention: str) -> None:
-        self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        theirs = rig.required("transformers").AutoModelForCausalLM
+        self._model: Any = theirs.from_pretrained(
             folder, dtype=torch.bfloat16, attn_implementation=attention
         )
 

@@ -61,7 +61,9 @@ def required(module: str) -> Any:
     """Return a module that a benchmark compares with; exits when it is not installed."""
     try:
         return importlib.import_module(module)
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
         sys.exit(f"{sys.argv[0]} compares with {module}: .venv/bin/pip install {module}")
 
 

@@ -200,7 +200,7 @@ class Delta(Message, frozen=True, tag="delta"):
     text: Annotated[str, Meta(max_length=ITEMS_MAX)] = ""
     finish_reason: Name = ""
     computed: Ranges = ()
-    stop_reason: StopString | Integer = ""  # the stop string or token that ended it, if one did
+    stop_reason: StopString | TokenId = ""  # the stop string or token that ended it, if one did
 
 
 class Generate(Request[Delta], frozen=True, tag="generate"):

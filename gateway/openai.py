@@ -318,12 +318,18 @@ def parse(body: bytes, form: type[Form]) -> Form:
         raise Invalid("the body must be a JSON object")
     given = {name: value for name, value in raw.items() if value is not None}  # null: the default
     for name, neutral in (dict(_REFUSED) | dict(_REFUSED_IN[form])).items():
-        if name in given and not _one_of(given[name], neutral):
+        if name in given and not _one_of(_without_nulls(given[name]), neutral):
             raise Invalid(_refusal(name, given[name]), parameter=name)
     try:
         return form.model_validate(given)
     except ValidationError as error:
         raise _invalid(error) from None
+
+
+def _without_nulls(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: part for name, part in value.items() if part is not None}
+    return value
 
 
 def _one_of(value: object, neutral: tuple[object, ...]) -> bool:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from kvass.common.membership import Entry, NodeTable, Peer, Role
 from kvass.kvstore.placement import copies_of, nodes_of
 
-_ABSENT: dict[Role, str] = {
+ABSENT: dict[Role, str] = {
     "prefill": "no prefill worker is ready: decode workers compute prompts",
     "store": "no store node is ready: only what a decode worker holds itself is reused",
 }
@@ -41,7 +41,7 @@ def members(table: NodeTable, now_s: float, wall_s: float) -> list[dict[str, obj
 
 def degraded(table: NodeTable, now_s: float, wall_s: float) -> list[str]:
     """Return what is absent, or was lost, that completions do without, at a cost."""
-    absent = [cost for role, cost in _ABSENT.items() if not table.live(role, now_s)]
+    absent = [cost for role, cost in ABSENT.items() if not table.live(role, now_s)]
     lost = [(each.peer, each.since_s) for each in table.lost(now_s)]
     silent = [(e.peer, e.heard_s) for e in table.entries() if _is_silent(e, table, now_s)]
     losses = [

@@ -145,10 +145,13 @@ def _add_cluster(app: FastAPI, fleet: Fleet, ours: ClusterConfig, keys: ApiKeys)
         _require_operator(request, keys)
         if not table.forget_lost(member_id):
             lost = ", ".join(each.peer.member_id for each in table.lost(fleet.clock.now_s()))
-            is_here = any(each.peer.member_id == member_id for each in table.entries())
+            known = [each for each in table.entries() if each.peer.member_id == member_id]
+            now_s = fleet.clock.now_s()
+            is_here = any(table.is_live(each, now_s) for each in known)
+            how = "is here" if is_here else "is silent, and goes when the broker says so"
             raise errors.Invalid(
                 f"no member {member_id!r} is remembered as lost; there are: {lost or 'none'}"
-                + (f" ({member_id} is here: kvass status)" if is_here else ""),
+                + (f" ({member_id} {how}: kvass status)" if known else ""),
                 http_status=404,
             )
         return _json(200, {"forgotten": member_id})

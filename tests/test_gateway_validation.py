@@ -235,6 +235,7 @@ def test_a_prompt_beyond_the_window_names_both_numbers() -> None:
         {"stop": ["a", "b", "c", "d", "e"]},
         {"temperature": 1, "top_p": 1, "presence_penalty": 0},
         {"response_format": {"type": "text"}, "skip_special_tokens": True},
+        {"response_format": {"type": "text", "json_schema": None}},
         {"stream": False, "stream_options": None},
         {"quux": [1, {"a": None}]},
     ],

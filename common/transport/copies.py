@@ -94,7 +94,8 @@ def within(
 
 def joined(copies: Copies, regions: Sequence[Region]) -> Copies:
     """Return the same bytes in as few ranges as may be: what lies side by side on both sides is one
-    range. None goes from one of the `regions` into another: those are registered each by itself."""
+    range. None goes from one of the `regions` into another: those are registered each by itself.
+    Regions do not overlap."""
     if len(copies.sizes) < 2:
         return copies
     begins = np.ones(len(copies.sizes), dtype=np.bool_)

@@ -40,6 +40,7 @@ _MENDED: tuple[tuple[type, tuple[str, ...]], ...] = (
             "stream_connected",
             "_publish_retained_messages_for_subscription",
             "_client_message_loop",
+            "_stop_handler",
         ),
     ),
     (BrokerProtocolHandler, ("mqtt_deliver_next_message", "wait_disconnect")),
@@ -101,7 +102,8 @@ class _Broker(Broker):  # type: ignore[misc]  # amqtt has no types
     - It forgets the connection of a peer that left before it had said a word of MQTT, and of one
       that was killed while the broker ended: `stream_connected`, `close`.
     - It ends while it still accepts, and waits forever for a reader to whom a message comes as it
-      is cancelled (`asyncio.wait_for` before Python 3.12 loses the cancellation): `close`.
+      is cancelled (`asyncio.wait_for` before Python 3.12 loses the cancellation), or that is
+      cancelled before its first turn: `close`, `_stop_handler`.
 
     Mutable field: `_open`, the connections being served. Raises Invalid if amqtt is not as it was.
     """
@@ -133,16 +135,23 @@ class _Broker(Broker):  # type: ignore[misc]  # amqtt has no types
         _LastWords(handler, client_session.delivered_message_queue)
         await super()._client_message_loop(client_session, handler)
 
+    async def _stop_handler(self, handler: Any) -> None:
+        await asyncio.sleep(0)  # the reader's first turn
+        await super()._stop_handler(handler)
+
     async def close(self) -> None:
         """End soon after _ENDING_S, whatever connections do; nobody is accepted from the start."""
         for server in self._servers.values():
             server.instance.close()
-        async with anyio.create_task_group() as ending:
-            ending.start_soon(self._hurry)
-            await self.shutdown()
-            ending.cancel_scope.cancel()
-        self._close_connections()
-        await asyncio.sleep(0)  # a connection's end is its loop's next turn
+        try:
+            async with anyio.create_task_group() as ending:
+                ending.start_soon(self._hurry)
+                await self.shutdown()
+                ending.cancel_scope.cancel()
+        finally:  # also when time was up before this had a turn
+            self._close_connections()
+            with anyio.CancelScope(shield=True):
+                await asyncio.sleep(0)  # a connection's end is its loop's next turn
 
     async def _hurry(self) -> None:
         await anyio.sleep(_ENDING_S)

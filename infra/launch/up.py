@@ -31,6 +31,7 @@ from kvass.common.bus import host_and_port
 from kvass.common.config import Config
 from kvass.common.errors import KvassError, Unavailable
 from kvass.common.membership import Role
+from kvass.gateway.overview import ABSENT
 from kvass.launch.beforehand import require_places, require_roles
 from kvass.launch.broker import run_broker
 from kvass.launch.by_hand import started_by_hand
@@ -217,7 +218,7 @@ class _Supervisor:
             await _wait_until_healthy(client)
             roles = {member.role for member in self._members}
             with anyio.move_on_after(WHOLE_TIMEOUT_S):
-                await _wait_until_whole(client, absent=len({"prefill", "store"} - roles))
+                await _wait_until_whole(client, {ABSENT[r] for r in roles if r in ABSENT})
         self._output.say(self._where_time_went())
         self._output.say(f"kvass ready: {url}")
 
@@ -352,12 +353,13 @@ async def _wait_until_healthy(client: httpx.AsyncClient) -> None:
     raise Unavailable(f"the gateway is not healthy after {HEALTH_TIMEOUT_S:g} s: {answer}")
 
 
-async def _wait_until_whole(client: httpx.AsyncClient, *, absent: int) -> None:
-    """Wait until the gateway has heard of every kind of member that it can use, but for so many
-    that were not started."""
+async def _wait_until_whole(client: httpx.AsyncClient, awaited: set[str]) -> None:
+    """Wait until the gateway has heard of every kind of member that was started: until it says
+    nothing more that is `awaited` to end."""
     while True:
-        if len((await client.get("/health")).json().get("degraded", [])) <= absent:
-            return
+        with suppress(httpx.HTTPError, ValueError):  # it is ending: whoever watches it knows
+            if awaited.isdisjoint((await client.get("/health")).json().get("degraded", [])):
+                return
         await anyio.sleep(HEALTH_INTERVAL_S)
 
 

@@ -328,7 +328,8 @@ class Puts:
 
 
 def _asked_for(headers: Sequence[BlockHeader], keys: list[bytes]) -> list[bytes]:
-    """Return the keys of a put's blocks, before each span's the block that it goes on from."""
+    """Return the keys of a put's blocks, in chain order and each once, before each span's the block
+    that it goes on from."""
     if not headers or headers[-1].index - headers[0].index < len(headers):
         return [header.parent for header in headers[:1]] + keys
     asked, last = list[bytes](), b""

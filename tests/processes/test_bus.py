@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import random
 import signal
+import time
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 
@@ -242,6 +244,36 @@ async def test_the_broker_ends_soon_while_clients_speak(broker: str) -> None:
             assert anyio.current_time() - ends_s < 2
             with pytest.raises(OSError):
                 await anyio.connect_tcp("127.0.0.1", port)
+
+
+async def test_the_broker_ends_soon_whatever_it_does_with_a_newcomer() -> None:
+    """amqtt cancelled readers before their first turn, and waited for what those never said."""
+    for turns in range(16):
+        address = free_broker()
+        port = int(address.rpartition(":")[2])
+        async with run_broker(address), await anyio.connect_tcp("127.0.0.1", port) as client:
+            await anyio.sleep(0.01)
+            await client.send(b"\x10\x0e\0\4MQTT\4\2\0\x3c\0\2me")  # CONNECT
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            ends_s = anyio.current_time()
+        assert anyio.current_time() - ends_s < 0.4, turns
+
+
+async def test_the_broker_leaves_no_connection_open_after_a_halt(broker: str) -> None:
+    """All its times are up at once then."""
+    port = int(broker.rpartition(":")[2])
+    async with AsyncExitStack() as stack:
+        async with run_broker(broker):
+            clients = [
+                await stack.enter_async_context(await anyio.connect_tcp("127.0.0.1", port))
+                for _ in range(3)
+            ]
+            await anyio.sleep(0.05)
+            asyncio.get_running_loop().call_soon(time.sleep, 1.2)
+        for client in clients:
+            with anyio.fail_after(1), pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
+                await client.receive()
 
 
 @pytest.mark.process

@@ -142,11 +142,15 @@ class EraseCalls:
         if request.keys is None and by_field == (None, None, None):
             raise Invalid("drop: give a namespace, a tenant, a writer or keys")
         keys = None if request.keys is None else joined(request.keys)
-        reply = await self._erase(Erasure(request.id or new_id(), 0.0, *by_field, keys))
-        if keys is None:  # of keys, whoever erases block after block would fill the log
-            what, by = _named(request), call.peer.member_id
-            _log.warning("drop of %s, said %s: %d blocks erased", what, by, reply.blocks)
-        return reply
+        erasure = Erasure(request.id or new_id(), 0.0, *by_field, keys)
+        unerased = "its caller left before that was known"
+        try:
+            reply = await self._erase(erasure)
+            unerased = reply.unerased
+            return reply
+        finally:
+            if keys is None:  # of keys, whoever erases block after block would fill the log
+                self._say(erasure, call.peer.member_id, unerased)
 
     async def _bar(self, call: Call) -> m.Dropped:
         request = request_of(call, m.Bar)
@@ -154,8 +158,17 @@ class EraseCalls:
         erasure = Erasure(request.id or new_id(), 0.0, writer=writer, bars=True, after=after)
         reply = await self._erase(erasure)
         by = call.peer.member_id
-        _log.error("writer %s is barred, said %s: %d blocks erased", writer, by, reply.blocks)
+        _log.error("writer %r is barred, said %s: %d blocks erased", writer, by, reply.blocks)
         return reply
+
+    def _say(self, erasure: Erasure, by: str, unerased: str) -> None:
+        kept = self.heard.get(erasure.id)
+        if kept is None or kept.erasure.criteria != erasure.criteria:
+            return  # it was refused
+        level = logging.WARNING if kept.blocks or unerased else logging.INFO
+        left = f"; not all, perhaps: {unerased}" if unerased else ""
+        said = "drop of %s, said %s: %d blocks erased%s"
+        _log.log(level, said, _named(erasure), by, kept.blocks, left)
 
     async def _erase(self, erasure: Erasure) -> m.Dropped:
         kept = self._take(erasure)
@@ -180,7 +193,8 @@ class EraseCalls:
         await self.settle()
         blocks = sum(kept.blocks for kept in fresh)
         level = logging.WARNING if blocks else logging.INFO
-        _log.log(level, "%s told of %d erasures: %d blocks erased", by, len(fresh), blocks)
+        told = "%s told of %d erasures (%s): %d blocks erased"
+        _log.log(level, told, by, len(fresh), _named(fresh[-1].erasure), blocks)
         for kept in fresh:  # others may have more that was computed upon these
             if kept.erasure.bars and set(kept.ends) - set(split(kept.erasure.after)):
                 more = msgspec.structs.replace(
@@ -360,8 +374,10 @@ class EraseCalls:
             _log.error("%s: after a restart this node must be told again what was erased", error)
 
 
-def _named(request: m.Drop) -> str:
-    """Return what a drop without keys is of, for the log."""
-    namespace = None if request.namespace is None else request.namespace.hex()[:16]
-    given = {"namespace": namespace, "tenant": request.tenant, "writer": request.writer}
+def _named(erasure: Erasure) -> str:
+    """Return what an erasure is of, for the log."""
+    if erasure.keys is not None:
+        return f"{len(list(split(erasure.keys)))} keys"
+    namespace = None if erasure.namespace is None else erasure.namespace.hex()[:16]
+    given = {"namespace": namespace, "tenant": erasure.tenant, "writer": erasure.writer}
     return ", ".join(f"{name} {value!r}" for name, value in given.items() if value is not None)
