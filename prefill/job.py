@@ -29,6 +29,9 @@ from kvass.prefill.schedule import Job
 
 LOOKUP_S = 2.0
 PULL_S = 10.0
+# Nodes may disagree for a while about who has a claim: one that is about to leave knows of none,
+# and the next one says that it is taken. Between two looks at them this much passes, at least.
+PAUSE_S = 0.01
 WAIT_S = 2.0  # then look again, whatever happened to who claimed the blocks
 
 
@@ -199,10 +202,13 @@ class Resolver:
         if result.granted or result.visible:
             return
         if result.taken:
+            begun_s = anyio.current_time()
             settled = await self._store.wait(
                 chain, result.taken, until="settled", deadline_s=WAIT_S
             )
             run.stored.update(indices_of(settled.visible))
+            if not settled.visible and anyio.current_time() - begun_s < PAUSE_S:
+                await anyio.sleep(PAUSE_S)
             return
         raise errors.Unavailable("no store node answers: blocks computed here would reach nobody")
 

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import anyio
 import pytest
 import trio.testing
 
 from hash_model import BLOCK, reference
+from kvass.common.keys import Chain
 from kvass.common.rpc.client import open_client
 from kvass.common.rpc.hello import Hello
 from kvass.common.rpc.server import Call, Server
-from kvass.common.wire import WORKER_REPLIES, Done, Forget, PrefillOver, Tags
+from kvass.common.wire import WORKER_REPLIES, Done, Forget, PrefillOver, Range, Tags
 from kvass.decode.loop import Ticket
 from kvass.decode.offer import Offerer
 from kvass.decode.schedule import Piece
+from kvass.kvstore.client.store import StoreClient
+from kvass.kvstore.results import ClaimResult, WaitResult
 from store_sim import chain_of, cluster
 from trust import CREDENTIALS
 from wires import Fate, wire_pair
-from worker_sim import Decoder, add_decoder
+from worker_sim import Decoder, add_decoder, add_prefiller
 
 pytestmark = pytest.mark.anyio
 
@@ -44,6 +48,39 @@ async def test_a_worker_that_stops_in_mid_step_drops_its_offers() -> None:
         assert offerer.dropped_count == 2
         decoder.pool.release(slots)
         assert decoder.pool.used == 0
+
+
+async def test_nodes_that_disagree_about_a_claim_are_not_asked_without_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that was about to leave knew of no claim, the next one of another's: the job of seed
+    1764704044 asked both in turn, for ever where calls take no time."""
+    asked = 0
+    claim = StoreClient.claim
+
+    async def taken_for_a_second(
+        self: StoreClient, chain: Chain, ranges: list[Range], **terms: Any
+    ) -> ClaimResult:
+        nonlocal asked
+        asked += 1
+        if anyio.current_time() - began_s < 1.0 and asked < 10_000:
+            return ClaimResult(granted=[], visible=[], taken=list(ranges))
+        return await claim(self, chain, ranges, **terms)
+
+    async def settled_at_once(
+        self: StoreClient, chain: Chain, ranges: list[Range], **terms: Any
+    ) -> WaitResult:
+        return WaitResult(visible=[], unclaimed=list(ranges))
+
+    monkeypatch.setattr(StoreClient, "claim", taken_for_a_second)
+    monkeypatch.setattr(StoreClient, "wait", settled_at_once)
+    async with cluster() as sim:
+        sim.add_node("store-0")
+        prefiller = add_prefiller(sim)
+        began_s = anyio.current_time()
+        with anyio.fail_after(10):
+            assert (await prefiller.prefill(range(4 * BLOCK), "job")).done
+    assert asked < 200
 
 
 def suspend_later(decoder: Decoder, ticket: Ticket) -> anyio.Event:
