@@ -149,13 +149,11 @@ async def push(
     return result.stored
 
 
-async def pull(
-    store: StoreClient, memory: SlotArray, seed: int, blocks: int, *, deadline_s: float = 3.0
-) -> set[int]:
+async def pull(store: StoreClient, memory: SlotArray, seed: int, blocks: int) -> set[int]:
     """Pull a chain; assert that what is said to be there is right."""
     memory.array[:blocks] = 0xEE
     chain = chain_of(blocks, seed=seed, layout=LAYOUT)
-    there = await store.pull(chain, range(blocks), range(blocks), deadline_s=deadline_s)
+    there = await store.pull(chain, range(blocks), range(blocks), deadline_s=3.0)
     for index in there:
         assert memory.is_right(index, chain.keys[index]), f"wrong bytes for block {index}"
     return there
