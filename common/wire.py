@@ -8,7 +8,7 @@ and no pickle does. The store's own messages are in `kvstore/messages.py`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 import msgpack
 import msgspec
@@ -17,7 +17,7 @@ from msgspec import Meta
 from kvass.common.errors import Invalid
 from kvass.common.keys import KEY_BYTES
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 # A prompt of 131,072 tokens is 0.6 MB of msgpack, and the largest `lookup` 4.7 MB.
 FRAME_BYTES_MAX = 8 << 20
 ITEMS_MAX = 1 << 20
@@ -55,7 +55,13 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
 
 class Request(Message, Generic[Reply], frozen=True):
-    """A message that is answered: by one `Reply`, or by a stream of them."""
+    """A message that is answered: by one `Reply`, or by a stream of them.
+
+    `followed_by`: what its caller sends after it, once, while the call is under way; most calls
+    have no such thing.
+    """
+
+    followed_by: ClassVar[type[Message] | None] = None
 
 
 class Done(Message, frozen=True, tag="done"):

@@ -8,7 +8,7 @@ whose.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 import anyio
 
 from kvass.common.errors import DeadlineExceeded, KvassError, Unavailable
-from kvass.common.rpc.client import Client
+from kvass.common.rpc.client import Asked, Client
 from kvass.common.transport.endpoints import Endpoints
 from kvass.common.transport.route import Way
 from kvass.common.wire import Message, Request
@@ -83,12 +83,12 @@ class NodeLink:
     @asynccontextmanager
     async def asked(
         self, request: Request[R], *, deadline_s: float, limit_s: float = CALL_S
-    ) -> AsyncIterator[Callable[[], Awaitable[R]]]:
+    ) -> AsyncIterator[Asked[R]]:
         """As `call`, but yield what awaits the reply: something else may be done until then."""
         client, left_s = await self._client_within(deadline_s, limit_s)
         with self._judged():
-            async with client.asked(request, deadline_s=left_s) as reply:
-                yield reply
+            async with client.asked(request, deadline_s=left_s) as asked:
+                yield asked
 
     async def _client_within(self, deadline_s: float, limit_s: float) -> tuple[Client, float]:
         """Return the open connection, and the seconds that are left for a call on it."""

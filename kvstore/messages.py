@@ -3,7 +3,7 @@
 Blocks are named by spans (`spans.py`). One call is about one chain, so answers name blocks by chain
 index, as half-open ranges.
 
-    put, same host  put_begin ─> granted places, which the node has read  [put_commit, meanwhile]
+    put, same host  put_read  ─> [the node reads, the client sums, put_sums]  ─> stored
     put, TCP        put_begin ─> granted places, a loan  [the client writes]  put_commit ─> stored
     get, same host  get_begin ─> lease, places  [the client reads, checks]  get_end ─> held?
     get, TCP        get_write ─> the node has written into the client's loan
@@ -21,6 +21,13 @@ from kvass.common.transport.seam import EndpointCard, Loan
 from kvass.common.wire import KEYS_MAX as KEYS_MAX
 from kvass.common.wire import Done, Key, Message, Name, Natural, Range, Request, Seconds
 from kvass.common.wire import Ranges as Ranges
+from kvass.kvstore.copying import BLOCKS_MAX as BLOCKS_MAX
+from kvass.kvstore.copying import GROUPS_MAX as GROUPS_MAX
+from kvass.kvstore.copying import Describe as Describe
+from kvass.kvstore.copying import Described as Described
+from kvass.kvstore.copying import Fill as Fill
+from kvass.kvstore.copying import Filling as Filling
+from kvass.kvstore.copying import Shape as Shape
 from kvass.kvstore.erasure import ErasureId
 from kvass.kvstore.erasure import Exchange as Exchange
 from kvass.kvstore.erasure import Exchanged as Exchanged
@@ -39,8 +46,6 @@ Count = Annotated[int, Meta(ge=0, le=1 << 40)]
 LeaseId = Annotated[str, Meta(max_length=256)]
 Hot = tuple[Key, Annotated[int, Meta(ge=2, le=1_024)]]  # segment key, copies
 
-BLOCKS_MAX = 1_024  # moved by one call; of the default model 195 MB
-GROUPS_MAX = 1_024  # head groups of a block
 WHY_MAX = 512  # characters of a reason
 TENANTS_SHOWN = 32  # by one node, in stats and metrics: the largest ones
 CHECKSUMS_MAX = 1 << 16  # of one call: 64 groups of the most blocks
@@ -150,8 +155,8 @@ class Wait(Request[Waited], frozen=True, tag="wait"):
 
 
 class PutPlaces(Message, frozen=True, tag="put_places"):
-    """What became of each block; `loan` (TCP) has room for this writer's share of each granted
-    block, in ascending order of index."""
+    """What became of each block; `loan` has room for this writer's share of each granted block, in
+    ascending order of index."""
 
     granted: Ranges
     visible: Ranges
@@ -160,13 +165,10 @@ class PutPlaces(Message, frozen=True, tag="put_places"):
     loan: LoanCard | None = None
 
 
-class PutBegin(Request[PutPlaces], frozen=True, tag="put_begin"):
-    """Ask for places. `groups`: the half-open range of head groups that this writer brings.
-
-    Asking again with the same `put_id` changes nothing. What is not committed within `deadline_s`
-    of receipt is given up. `addresses` (same host only): where the writer's first group of each
-    block starts in its memory, in the order of `spans`; the node reads them before it answers.
-    """
+class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Blocks that a writer wants to put, in chain order. `groups`: the half-open range of head
+    groups that it brings. What is not there and checked within `deadline_s` of receipt is given
+    up."""
 
     put_id: PutId
     spans: Spans
@@ -179,21 +181,52 @@ class PutBegin(Request[PutPlaces], frozen=True, tag="put_begin"):
     groups: Range
     deadline_s: Seconds
     hold_owner: Name = ""
-    addresses: Addresses = b""
+
+
+class PutDone(Message, frozen=True, tag="put_done"):
+    """What became of each block. `stored`: in place and right. `corrupt`: other bytes arrived than
+    were announced. In no list: the transfer failed, or the put was over."""
+
+    stored: Ranges
+    corrupt: Ranges
+    visible: Ranges
+    busy: Ranges
+    full: Ranges
+
+
+class PutSums(Message, frozen=True, tag="put_sums"):
+    """What the node must have found. `checksums`: xxh3-64, one a head group, block by block, of all
+    that was offered."""
+
+    checksums: Checksums
+
+
+class PutRead(Request[PutDone], frozen=True, tag="put_read"):
+    """Offer blocks that the node, on the same host, reads; the writer sums them meanwhile.
+    `addresses`: where the writer's first group of each block starts in its memory, in the order of
+    the offer's spans."""
+
+    followed_by = PutSums
+
+    offer: Offer
+    addresses: Addresses
+
+
+class PutBegin(Request[PutPlaces], frozen=True, tag="put_begin"):
+    """Ask for places in a loan, over TCP. Asking again with the same `put_id` changes nothing."""
+
+    offer: Offer
 
 
 class PutStored(Message, frozen=True, tag="put_stored"):
-    """`stored`: in place and right. `corrupt`: other bytes arrived than were announced. The rest is
-    gone: the put was over, or the transfer failed."""
+    """`stored`, `corrupt`: as in `PutDone`. The rest is gone."""
 
     stored: Ranges
     corrupt: Ranges
 
 
 class PutCommit(Request[PutStored], frozen=True, tag="put_commit"):
-    """What the node must have found (same host) or finds in the loan (TCP). `checksums`: xxh3-64,
-    one a head group, block by block. On the same host it may come while the node still reads, and
-    may name blocks that were not granted."""
+    """What the node finds in the loan. `checksums`: xxh3-64, one a head group, block by block."""
 
     put_id: PutId
     keys: Annotated[tuple[Key, ...], Meta(min_length=1, max_length=BLOCKS_MAX)]
@@ -328,49 +361,6 @@ class Stats(Request[StatsReply], frozen=True, tag="stats"):
     """Ask for the node's counts."""
 
 
-class Shape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a node must know of a block, besides its name and bytes, to keep a copy of it."""
-
-    index: Index
-    namespace: Key
-    tenant: Name
-    writer: Name
-    token_count: Annotated[int, Meta(ge=1, le=1 << 16)]
-    block_size: Annotated[int, Meta(ge=1, le=1 << 32)]
-    head_groups: Annotated[int, Meta(ge=1, le=GROUPS_MAX)]
-
-
-class Described(Message, frozen=True, tag="described"):
-    """Those of the asked blocks that are here."""
-
-    shapes: Annotated[tuple[Shape, ...], Meta(max_length=BLOCKS_MAX)]
-
-
-class Describe(Request[Described], frozen=True, tag="describe"):
-    """What are these blocks? A node asks before it takes a copy."""
-
-    spans: Spans
-
-
-class Filling(Message, frozen=True, tag="filling"):
-    """Which of the blocks, by their places in the request, are not here yet; and of those, which
-    shall spare what is here, and find no room."""
-
-    missing: Ranges = ()
-    full: Ranges = ()
-
-
-class Fill(Request[Filling], frozen=True, tag="fill"):
-    """Take copies of these blocks, of any chains, from the store node `source`, if you have them
-    not; to `spare` what you have, into free room alone; `lasting`: on flash, too. A hint: it is
-    answered at once, and what exceeds a bounded queue is dropped."""
-
-    source: Name
-    spans: Spans
-    spare: bool = False
-    lasting: bool = False
-
-
 DrainHow = Literal["begin", "force", "cancel"]
 
 
@@ -387,6 +377,7 @@ STORE_REPLIES: tuple[type[Message], ...] = (
     Claimed,
     Waited,
     PutPlaces,
+    PutDone,
     PutStored,
     Places,
     Held,

@@ -38,6 +38,7 @@ class Worker:
     noted: list[str] = field(default_factory=list)  # of calls whose answer was on its way
     address: str = ""
     credentials: Credentials = CREDENTIALS
+    handlers: Mapping[type[Message], Handler] = field(default_factory=dict)  # besides its own
 
     def over(self, call: Call) -> Message | Answer:
         """Answer at once, or in a task if the request's id ends so."""
@@ -97,6 +98,7 @@ class Worker:
         handlers: dict[type[Message], Handler] = {
             wire.PrefillOver: self.over,
             wire.Generate: self.generate,
+            **self.handlers,
         }
         return Server(ours, handlers, self.credentials, on_leave=self.leave)
 
@@ -114,10 +116,11 @@ def generate(count: int, request_id: str = "r") -> wire.Generate:
 
 @asynccontextmanager
 async def serving(
-    ours: Hello | None = None, credentials: Credentials = CREDENTIALS
+    ours: Hello | None = None,
+    credentials: Credentials = CREDENTIALS,
+    handlers: Mapping[type[Message], Handler] | None = None,
 ) -> AsyncIterator[Worker]:
-    worker = Worker()
-    worker.credentials = credentials
+    worker = Worker(credentials=credentials, handlers=handlers or {})
     listener, worker.address = await listen("127.0.0.1")
     async with listener, anyio.create_task_group() as tasks:
         tasks.start_soon(listener.serve, worker.server(ours or hello()).serve_connection)

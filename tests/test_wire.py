@@ -50,7 +50,7 @@ def test_truncation_at_every_length_is_invalid(message: wire.Message) -> None:
 
 def test_golden_bytes_of_version_6() -> None:
     # A change here is a change of the protocol: give it a new version.
-    assert wire.PROTOCOL_VERSION == 6
+    assert wire.PROTOCOL_VERSION == 7
     assert wire.pack(wire.PrefillOver(request_id="r-1")).hex() == (
         "82a174ac70726566696c6c5f6f766572aa726571756573745f6964a3722d31"
     )

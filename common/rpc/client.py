@@ -6,8 +6,9 @@ import ssl
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import anyio
 
@@ -19,6 +20,7 @@ from kvass.common.rpc.frames import (
     CANCEL,
     END,
     ERROR,
+    ITEM,
     LOST,
     REPLY,
     TLS_REMEDY,
@@ -75,6 +77,15 @@ class _Answers:
         return self._frames.popleft()
 
 
+@dataclass(frozen=True, slots=True)
+class Asked(Generic[R]):
+    """A call that waits for its reply: `reply` awaits it, `follow` sends what follows the
+    request (`Request.followed_by`). Both once."""
+
+    reply: Callable[[], Awaitable[R]]
+    follow: Callable[[Message], Awaitable[None]]
+
+
 class Client:
     """One connection to a peer. Open it with `open_client`. Mutable fields: `_waiting`, `_next_id`,
     `_cancels` (ids of calls that the peer must hear are over; at most as many as were open),
@@ -99,23 +110,24 @@ class Client:
         call_id, answers = self._begin()
         try:
             with anyio.move_on_after(deadline_s):
-                await self._ask(call_id, request)
+                await self._send(CALL, call_id, request)
                 return await self._reply(answers, request)
             raise self._late(request, deadline_s)
         finally:
             self._end(call_id)
 
     @asynccontextmanager
-    async def asked(
-        self, request: Request[R], *, deadline_s: float
-    ) -> AsyncIterator[Callable[[], Awaitable[R]]]:
+    async def asked(self, request: Request[R], *, deadline_s: float) -> AsyncIterator[Asked[R]]:
         """Send a request, and yield what awaits its reply, once, as `call` does: until then the
         caller may do something else. Leaving the context early cancels the call at the peer."""
         call_id, answers = self._begin()
         try:
             with anyio.move_on_after(deadline_s) as scope:
-                await self._ask(call_id, request)
-                yield partial(self._reply, answers, request)
+                await self._send(CALL, call_id, request)
+                yield Asked(
+                    reply=partial(self._reply, answers, request),
+                    follow=partial(self._send, ITEM, call_id),
+                )
             if scope.cancelled_caught:
                 raise self._late(request, deadline_s)
         finally:
@@ -136,7 +148,7 @@ class Client:
         call_id, answers = self._begin()
         try:
             with anyio.move_on_after(deadline_s) as scope:
-                await self._ask(call_id, request)
+                await self._send(CALL, call_id, request)
                 async with aclosing(self._items(answers, request)) as items:
                     yield items
             if scope.cancelled_caught:
@@ -178,9 +190,9 @@ class Client:
         answers = self._waiting[call_id] = _Answers()
         return call_id, answers
 
-    async def _ask(self, call_id: int, request: Message) -> None:
+    async def _send(self, kind: int, call_id: int, message: Message) -> None:
         try:
-            await self._frames.send(CALL, call_id, request)
+            await self._frames.send(kind, call_id, message)
         except LOST as error:
             raise errors.Unavailable(f"{self._who}: {error!r}") from None
 

@@ -8,7 +8,7 @@ import logging
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import anyio
 import anyio.abc
@@ -33,9 +33,10 @@ from kvass.common.rpc.frames import (
 from kvass.common.rpc.hello import Hello
 from kvass.common.rpc.sockets import Connection, open_listener
 from kvass.common.rpc.tls import reason_of
-from kvass.common.wire import Message, Tags
+from kvass.common.wire import Message, Request, Tags
 
 _log = logging.getLogger(__name__)
+M = TypeVar("M", bound=Message)
 
 ACCEPT_PAUSE_S = 0.5  # when descriptors have run out
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -83,9 +84,13 @@ class _Afterwards:
 
 class Call:
     """One call as its handler sees it: the request, who asks, and a way to stream answers. Mutable
-    field: `_later`, what is left to do when it is answered."""
+    fields: `_later`, what is left to do when it is answered; `_followed`, told when `_next` has
+    come: what follows the request."""
 
-    __slots__ = ("_afterwards", "_call_id", "_frames", "_later", "peer", "request")
+    __slots__ = (
+        *("_afterwards", "_call_id", "_followed", "_frames", "_later", "_next"),
+        *("peer", "request"),
+    )
 
     def __init__(
         self, request: Message, peer: Hello, frames: Frames, call_id: int, afterwards: _Afterwards
@@ -96,6 +101,24 @@ class Call:
         self._call_id = call_id
         self._afterwards = afterwards
         self._later: tuple[Callable[[], None], ...] = ()
+        self._followed: anyio.Event | None = None
+        self._next: Message | None = None
+
+    async def followed(self, cls: type[M]) -> M:
+        """Return what follows the request (`Request.followed_by`), when it has come."""
+        while self._next is None:
+            self._followed = anyio.Event()
+            await self._followed.wait()
+        assert isinstance(self._next, cls)
+        return self._next
+
+    def follow(self, message: Message) -> None:
+        """What follows the request has come; raises Invalid the second time."""
+        if self._next is not None:
+            raise errors.Invalid(f"{type(self.request).__name__} is followed twice")
+        self._next = message
+        if self._followed is not None:
+            self._followed.set()
 
     async def send(self, message: Message) -> None:
         """Add one message to the answer's stream."""
@@ -139,7 +162,7 @@ async def answered(handler: Handler, call: Call) -> Message | None:
 class _Open:
     """A call in a task of its own."""
 
-    what: str
+    call: Call
     scope: anyio.CancelScope
     answer: Answer
 
@@ -166,6 +189,11 @@ class Server:
         self._door = Door()
         self._tags = Tags(handlers)
         self._handlers = dict(handlers)
+        self._follows: dict[type[Message], Tags] = {
+            request: Tags([request.followed_by])
+            for request in handlers
+            if issubclass(request, Request) and request.followed_by is not None
+        }
         self._on_leave = on_leave
 
     async def serve_connection(self, stream: Connection) -> None:
@@ -241,6 +269,10 @@ class Server:
                 if call_id in calls:
                     calls[call_id].scope.cancel()
                 continue
+            if kind == ITEM:
+                if call_id in calls:  # else it was answered while this was on its way
+                    self._follow(calls[call_id].call, body)
+                continue
             if kind != CALL or call_id in calls:
                 raise errors.Invalid(f"frame kind {kind}, call {call_id}: not expected")
             if len(calls) >= CALLS_MAX:
@@ -259,12 +291,20 @@ class Server:
             if isinstance(answer, Message):
                 await call.reply(answer)
             else:
-                calls[call_id] = _Open(what, anyio.CancelScope(), answer)
-                tasks.start_soon(self._finish, call, call_id, calls)
+                calls[call_id] = _Open(call, anyio.CancelScope(), answer)
+                tasks.start_soon(self._finish, call_id, calls)
 
-    async def _finish(self, call: Call, call_id: int, calls: dict[int, _Open]) -> None:
+    def _follow(self, call: Call, body: object) -> None:
+        """Hand a call what follows its request; raises Invalid if nothing such does."""
+        tags = self._follows.get(type(call.request))
+        if tags is None:
+            raise errors.Invalid(f"nothing follows {type(call.request).__name__}")
+        call.follow(tags.decode(body))
+
+    async def _finish(self, call_id: int, calls: dict[int, _Open]) -> None:
         """Wait for a call's answer, and send it."""
         mine = calls[call_id]
+        call = mine.call
         try:
             with mine.scope:
                 try:
@@ -272,7 +312,7 @@ class Server:
                 except LOST:
                     raise
                 except Exception as error:
-                    await call.fail(_failure(error, mine.what, call.peer))
+                    await call.fail(_failure(error, type(call.request).__name__, call.peer))
         except LOST:
             pass  # nobody is left to answer; the connection's own task ends it
         finally:

@@ -1,16 +1,16 @@
 """How blocks go from own slots into a store node.
 
-    same host   put_begin: the node reads the slots    put_commit, meanwhile: it compares
+    same host   put_read: the node reads the slots, which this sums meanwhile; it compares
     TCP         put_begin ─> a loan     write the slots into it, put_commit: it checks
 
-A put that is not committed is aborted, whatever happened, so that its blocks are writable again
+A loan that is not committed is aborted, whatever happened, so that its blocks are writable again
 at once; when that cannot be said either, the node finds out by the end of the connection or the
 deadline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import anyio
@@ -66,7 +66,8 @@ async def push(
                 for tenant, own in _by_tenant(chain, indices, terms.tenant):
                     wanted = {index: slots[index] for index in own}
                     put = _Put(transfers, link, chain, wanted, link.now_s() + left_s, outcome)
-                    await put.run(replace(terms, tenant=tenant), landed=landed)
+                    whose = replace(terms, tenant=tenant)
+                    await (put.write_loan(whose) if landed else put.let_read(whose))
 
         landed = ways.put_way == "write"
         await transfers.in_lanes(sorted(slots), move, landed=landed)
@@ -79,10 +80,8 @@ async def push(
 
 @dataclass(slots=True, eq=False)
 class _Put:
-    """One call's blocks. Mutable fields: `outcome` (the push's), `_sums` (checksums of `slots`, in
-    their order, uint64 [blocks, groups]),
-    `_started` (bytes may be on their way into the node's loan), `_over` (nothing is left to
-    abort)."""
+    """One call's blocks. Mutable fields: `outcome` (the push's), `_started` (bytes may be on their
+    way into the node's loan), `_over` (nothing is left to abort)."""
 
     transfers: Transfers
     link: NodeLink
@@ -90,54 +89,54 @@ class _Put:
     slots: Mapping[int, int]
     ends_s: float
     outcome: PutOutcome
-    _sums: Words | None = None
     _started: bool = False
     _over: bool = False
 
     def _left_s(self) -> float:
         return max(self.ends_s - self.link.now_s(), 1e-3)
 
-    async def run(self, terms: PutTerms, *, landed: bool) -> None:
-        """Begin, move, commit; or abort."""
-        put_id = self.transfers.next_put()
+    async def let_read(self, terms: PutTerms) -> None:
+        """Let the node read the slots; sum them meanwhile, and say at once what it must find."""
+        places = self.transfers.places(list(self.slots.values()))
+        offer = self._offer(terms)
+        request, left_s = m.PutRead(offer, places.tobytes()), offer.deadline_s
+        async with self.link.asked(request, deadline_s=left_s, limit_s=TRANSFER_S) as asked:
+            sums = await self.transfers.hashed(places)
+            await asked.follow(m.PutSums(checksums=sums.tobytes()))
+            done = await asked.reply()
+        answers = done.visible, done.busy, done.full, done.stored, done.corrupt
+        visible, busy, full, stored, corrupt = self.link.told(self.slots, *answers)
+        self._note_answered(visible, busy, full)
+        self._note(self.slots.keys() - visible - busy - full, stored, corrupt)
+
+    async def write_loan(self, terms: PutTerms) -> None:
+        """Write what the node grants into its loan and commit it, or abort."""
+        offer = self._offer(terms)
         try:
-            if landed:
-                self._over = await self._write_loan(put_id, terms)
-            else:
-                self._over = await self._let_read(put_id, terms)
+            self._over = await self._write_loan(offer)
         finally:
             if not self._over:
-                await self.link.tell(m.PutAbort(put_id=put_id, started=self._started))
+                await self.link.tell(m.PutAbort(put_id=offer.put_id, started=self._started))
 
-    async def _let_read(self, put_id: str, terms: PutTerms) -> bool:
-        """Let the node read the slots; hash them meanwhile, and say at once what it must find.
-        Returns whether nothing is left to abort."""
-        places = self.transfers.places(list(self.slots.values()))
-        request = self._request(put_id, terms, places.tobytes())
-        left_s = request.deadline_s
-        async with self.link.asked(request, deadline_s=left_s, limit_s=TRANSFER_S) as reply:
-            await self._hash(places)
-            stored = await self._commit(put_id, list(self.slots))
-            begun = await reply()
-        if begun.loan is not None:
-            raise self.link.wrong("a loan where none is of use")
-        return self._note(self._answered(begun), stored)
-
-    async def _write_loan(self, put_id: str, terms: PutTerms) -> bool:
-        """Ask for places, and hash the slots meanwhile: nearly all that is pushed is granted. Then
+    async def _write_loan(self, offer: m.Offer) -> bool:
+        """Ask for places, and sum the slots meanwhile: nearly all that is pushed is granted. Then
         write what was granted. Returns whether nothing is left to abort."""
-        request = self._request(put_id, terms)
-        left_s = request.deadline_s
-        async with self.link.asked(request, deadline_s=left_s, limit_s=BEGIN_S) as reply:
-            await self._hash(self.transfers.places(list(self.slots.values())))
-            begun = await reply()
-        granted = self._answered(begun)
+        request, left_s = m.PutBegin(offer), offer.deadline_s
+        async with self.link.asked(request, deadline_s=left_s, limit_s=BEGIN_S) as asked:
+            sums = await self.transfers.hashed(self.transfers.places(list(self.slots.values())))
+            begun = await asked.reply()
+        answers = begun.visible, begun.busy, begun.full, begun.granted
+        visible, busy, full, granted = self.link.told(self.slots, *answers)
+        self._note_answered(visible, busy, full)
         if not granted:
             return True
         loan = await self._checked(begun.loan, len(granted))
         self._started = True
-        await self._write(loan, [self.slots[index] for index in granted])
-        return self._note(granted, await self._commit(put_id, granted))
+        await self._write(loan, [self.slots[index] for index in sorted(granted)])
+        reply = await self._commit(offer.put_id, granted, sums)
+        stored, corrupt = self.link.told(granted, reply.stored, reply.corrupt)
+        self._note(granted, stored, corrupt)
+        return granted <= stored | corrupt
 
     async def _checked(self, loan: m.LoanCard | None, count: int) -> m.LoanCard:
         """Return a loan that is the node's own and has the room."""
@@ -148,31 +147,22 @@ class _Put:
             raise self.link.wrong("a loan that is too small, or another process's")
         return loan
 
-    async def _hash(self, places: Words) -> None:
-        self._sums = await self.transfers.hashed(places)
-
-    def _answered(self, places: m.PutPlaces) -> list[int]:
-        """Note what is there or refused; return what was granted."""
-        answers = places.visible, places.busy, places.full, places.granted
-        visible, busy, full, granted = self.link.told(self.slots, *answers)
-        self.outcome.stored.update(visible)
+    def _note_answered(self, visible: set[int], busy: set[int], full: set[int]) -> None:
+        self.outcome.stored |= visible
         self.outcome.refused.update(dict.fromkeys(busy, "busy"))
         self.outcome.refused.update(dict.fromkeys(full, "full"))
-        return sorted(granted)
 
-    def _note(self, granted: Sequence[int], reply: m.PutStored) -> bool:
-        """Note what became of the blocks that were granted; returns whether that is settled."""
-        stored, corrupt = self.link.told(granted, reply.stored, reply.corrupt)
+    def _note(self, granted: Set[int], stored: set[int], corrupt: set[int]) -> None:
+        """Note what became of the blocks that were granted."""
         self.outcome.stored |= stored
         self.outcome.moved += len(stored)
-        for index in set(granted) - stored:
+        for index in granted - stored:
             self.outcome.refused[index] = "corrupt" if index in corrupt else "failed"
-        return set(granted) <= stored | corrupt
 
-    def _request(self, put_id: str, terms: PutTerms, addresses: bytes = b"") -> m.PutBegin:
+    def _offer(self, terms: PutTerms) -> m.Offer:
         transfers = self.transfers
-        return m.PutBegin(
-            put_id=put_id,
+        return m.Offer(
+            put_id=transfers.next_put(),
             spans=tuple(m.spans_of(self.chain, ranges_of(self.slots))),
             namespace=self.chain.namespace,
             tenant=terms.tenant,
@@ -183,19 +173,15 @@ class _Put:
             groups=(transfers.groups.start, transfers.groups.stop),
             deadline_s=self._left_s(),
             hold_owner=terms.hold_owner,
-            addresses=addresses,
         )
 
-    async def _commit(self, put_id: str, indices: Sequence[int]) -> m.PutStored:
-        """Say what the node must have or find."""
-        assert self._sums is not None
-        sums = self._sums
-        if len(indices) < len(self.slots):
-            wanted = set(indices)
-            sums = sums[[index in wanted for index in self.slots]]
+    async def _commit(self, put_id: str, granted: Set[int], sums: Words) -> m.PutStored:
+        """Say what the node must find in its loan: `sums` uint64 [slots, groups] of `granted`."""
+        if len(granted) < len(self.slots):
+            sums = sums[[index in granted for index in self.slots]]
         commit = m.PutCommit(
             put_id=put_id,
-            keys=tuple([self.chain.keys[index] for index in indices]),
+            keys=tuple([self.chain.keys[index] for index in self.slots if index in granted]),
             checksums=sums.tobytes(),
             deadline_s=self._left_s(),
         )

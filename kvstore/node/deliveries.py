@@ -29,10 +29,12 @@ from kvass.kvstore.node.slab import Slab
 
 @dataclass(slots=True, eq=False)
 class Lent:
-    """A loan for a put: where each key's share lies in it, and until when it is waited for."""
+    """A loan for a put of these head groups: where each key's share lies in it, and until when it
+    is waited for."""
 
     loan: Loan
     session: str
+    groups: range
     offsets: dict[bytes, int]
     ends_s: float
 

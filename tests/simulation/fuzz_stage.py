@@ -86,7 +86,10 @@ MUTATIONS = st.builds(
 STEPS = st.builds(
     Step,
     st.sampled_from(
-        (*("call",) * 6, *("good",) * 3, *("run",) * 3, "cancel", "frame", "bytes", "dial")
+        (
+            *(*("call",) * 6, *("good",) * 3, *("run",) * 3),
+            *("follow", "cancel", "frame", "bytes", "dial"),
+        )
     ),
     ANY,
     st.one_of(st.tuples(MUTATIONS), st.lists(MUTATIONS, min_size=2, max_size=4).map(tuple)),
@@ -156,7 +159,8 @@ def _places(value: Any) -> Any:
 
 
 class Peer:
-    """Does what scripts say to one server; `first` is called on each connection.
+    """Does what scripts say to one server; `first` is called on each connection, and `follows` is
+    what follows a good request, by its tag.
 
     Mutable fields: `heard` (frames), `_frames`, `_next_id`.
     """
@@ -167,8 +171,10 @@ class Peer:
         who: Hello,
         tasks: anyio.abc.TaskGroup,
         first: Mapping[str, Any] | None = None,
+        follows: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         self._first = first
+        self._follows = follows or {}
         self._server = server
         self._who = who
         self._tasks = tasks
@@ -203,14 +209,21 @@ class Peer:
         try:
             match step.verb:
                 case "good":
-                    await self._frames.send(frames.CALL, self._next_id, example)
+                    await self._ask_well(example)
                 case "call":
-                    await self._send(self._next_id, spoilt(example, step.mutations, examples))
+                    body = spoilt(example, step.mutations, examples)
+                    await self._send(frames.CALL, self._next_id, body)
+                case "follow" if self._follows:  # a good request, and what should not follow it
+                    follow = sorted(self._follows)[step.number % len(self._follows)]
+                    asked = next(each for each in examples if each["t"] == follow)
+                    await self._frames.send(frames.CALL, self._next_id, asked)
+                    body = spoilt(deepcopy(self._follows[follow]), step.mutations, examples)
+                    await self._send(frames.ITEM, self._next_id, body)
                 case "run":  # as a peer that is well does, one after the other
                     for number in range(RUN):
                         body = examples[(step.number + number) % len(examples)]
                         self._next_id += 1
-                        await self._frames.send(frames.CALL, self._next_id, body)
+                        await self._ask_well(body)
                         await anyio.lowlevel.checkpoint()
                 case "cancel":
                     await self._frames.send(frames.CANCEL, self._next_id - 1, None)
@@ -223,9 +236,15 @@ class Peer:
         except frames.LOST:
             self._frames = None
 
-    async def _send(self, call_id: int, body: object) -> None:
+    async def _ask_well(self, request: Mapping[str, Any]) -> None:
+        assert self._frames is not None
+        await self._frames.send(frames.CALL, self._next_id, request)
+        if request["t"] in self._follows:
+            await self._frames.send(frames.ITEM, self._next_id, self._follows[request["t"]])
+
+    async def _send(self, kind: int, call_id: int, body: object) -> None:
         try:
-            packed = msgpack.packb([frames.CALL, call_id, body])
+            packed = msgpack.packb([kind, call_id, body])
         except (OverflowError, ValueError):
             return  # no msgpack has such a number
         await self._send_raw(packed)

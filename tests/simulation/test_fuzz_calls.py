@@ -41,14 +41,14 @@ def store_examples(node: SimNode, worker: Worker) -> list[dict[str, Any]]:
     own = m.LoanCard(tag=b"tag", address=worker.memory.address, size=size, card=endpoints.card())
     addresses = worker.memory.addresses(range(BLOCKS)).tobytes()
     keys = tuple(chain.keys)
-    terms = ("put", spans, SPACE, "tenant", "writer", 4, size, 1, groups, 2.0, "job")
+    offer = m.Offer("put", spans, SPACE, "tenant", "writer", 4, size, 1, groups, 2.0, "job")
     messages: tuple[wire.Message, ...] = (
         m.Attach(endpoints.card()),
         m.Lookup(there, again=True),
         m.Stage(there, 1.0),
         m.Claim("owner", spans),
-        m.PutBegin(*terms, addresses),
-        m.PutBegin(*terms),
+        m.PutRead(offer, addresses),
+        m.PutBegin(offer),
         m.PutCommit("put", keys, packed([1] * BLOCKS), 2.0),
         m.PutAbort("put", True),
         m.PutAbort("put", False),
@@ -85,7 +85,8 @@ def store_run(setting: Setting) -> Callable[[list[Step]], Awaitable[None]]:
             bad = sim.add_worker("bad-0", setting=setting)
             await push(good, chain_of(BLOCKS), range(BLOCKS))
             examples = store_examples(node, bad)
-            peer = Peer(node.server, bad.hello, sim.tasks, first=examples[0])
+            sums = {"put_read": plain(m.PutSums(packed([1] * BLOCKS)))}
+            peer = Peer(node.server, bad.hello, sim.tasks, first=examples[0], follows=sums)
             stack.push_async_callback(peer.hang_up)
             for step in script:
                 await peer.say(step, examples)
@@ -96,7 +97,6 @@ def store_run(setting: Setting) -> Callable[[list[Step]], Awaitable[None]]:
             await anyio.sleep(REST_S)
             counts = await at_rest(sim)
             assert not counts["waited_blocks"] and not node.node._puts._lent
-            assert not node.node._puts._arrivals._open
             assert set(node.node._puts._ways) <= {good.hello.start_id}
             node.index.draining = False
             chain = chain_of(2, seed=9)

@@ -161,7 +161,7 @@ async def test_a_writer_that_hangs_after_begin_is_given_up_at_its_deadline() -> 
         await worker.store.lookup(chain, [(0, 4)], deadline_s=1)
         (link,) = worker.store._router.links()
         await link.ways(deadline_s=1)
-        begin = m.PutBegin(
+        offer = m.Offer(
             put_id="hanging",
             spans=tuple(m.spans_of(chain, [(0, 4)])),
             namespace=chain.namespace,
@@ -172,21 +172,16 @@ async def test_a_writer_that_hangs_after_begin_is_given_up_at_its_deadline() -> 
             head_groups=1,
             groups=(0, 1),
             deadline_s=3.0,
-            addresses=worker.memory.addresses(range(4)).tobytes(),
         )
-        assert (await link.call(begin, deadline_s=1)).granted == ((0, 4),)
-        assert (await link.call(begin, deadline_s=1)).granted == ((0, 4),)  # asked again
-        await anyio.sleep(2.5)
-        assert await push(other, chain, range(4)) == ()
-        await anyio.sleep(1.0)
-        assert await push(other, chain, range(4)) == ((0, 4),)
-        commit = m.PutCommit(
-            put_id="hanging",
-            keys=(chain.keys[0],),
-            checksums=packed([1]),
-            deadline_s=1.0,
-        )
-        assert await link.call(commit, deadline_s=1) == m.PutStored(stored=(), corrupt=())
+        put = m.PutRead(offer, worker.memory.addresses(range(4)).tobytes())
+        async with link.asked(put, deadline_s=4, limit_s=4) as asked:
+            await anyio.sleep(2.5)
+            assert await push(other, chain, range(4)) == ()
+            await anyio.sleep(1.0)
+            assert await push(other, chain, range(4)) == ((0, 4),)
+            assert (await asked.reply()).stored == ()
+            await asked.follow(m.PutSums(packed([1] * 4)))  # too late: nobody listens
+        assert len(await worker.store.stats()) == 1
         await at_rest(sim)
 
 

@@ -1,19 +1,24 @@
 """A store node's side of a put: places, loans, bytes, checks; only then is a block visible.
 
-    same host   begin ─> node reads the writer's slots        commit ─> compare
+    same host   read  ─> the node reads the writer's slots    sums ─> compare ─> answer
     TCP         begin ─> a loan, which the writer writes to   commit ─> copy what arrived, compare
 
-On the same host a writer sends its commit as soon as it has hashed its slots, while the node reads
-them: two cores work, and there is one wait. Every move that the index has begun is ended whatever
-happens, and every loan is settled or abandoned once: by commit, abort, the put's deadline, or the
-end of the writer's connection.
+On the same host a put is one call: its writer sums its slots while the node reads them, so two
+cores work, and there is one wait. Every move that the index has begun is ended whatever happens,
+and every loan is settled or abandoned once: by commit, abort, the put's deadline, or the end of the
+writer's connection.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from operator import ge
+
+import anyio
+import numpy as np
+from numpy.typing import NDArray
 
 from kvass.common.block import BlockHeader
 from kvass.common.checksum import Sums, Words
@@ -23,7 +28,7 @@ from kvass.common.transport.route import Way
 from kvass.common.wire import Done, Message
 from kvass.kvstore import messages as m
 from kvass.kvstore.index.puts import PutOrder, Verdict
-from kvass.kvstore.node.calls.arrivals import Announced, Arrival, Arrivals
+from kvass.kvstore.node.calls.arrivals import Arrival, Judged
 from kvass.kvstore.node.deliveries import Lent
 from kvass.kvstore.node.state import NodeState, ranges, request_of
 from kvass.kvstore.transfers import borrow, parts
@@ -33,25 +38,30 @@ _log = logging.getLogger(__name__)
 
 TENANTS_NOTED = 64  # of whom it was said that their quota is full
 SIZES_NOTED = 16  # a cluster has one block size, a node seldom serves a second
+NOTHING = Judged([], [], [], 0)
 LEND_WAIT_S = 1.0  # of a put for landing memory, before its blocks are answered `busy`
 
 
 class PutCalls:
-    """Mutable fields: `_ways` (how a session's puts come), `_lent` (loans by put id), `_arrivals`,
-    `_too_large` (the latest block sizes that were said never to fit, each with the room for it),
-    `_over_quota` (tenants, as well)."""
+    """Mutable fields: `_ways` (how a session's puts come), `_lent` (loans by put id), `_too_large`
+    (the latest block sizes that were said never to fit, each with the room for it), `_over_quota`
+    (tenants, as well)."""
 
     def __init__(self, state: NodeState) -> None:
         self._state = state
         self._ways: dict[str, Way] = {}
         self._lent: dict[str, Lent] = {}
-        self._arrivals = Arrivals(state.index)
         self._too_large: tuple[tuple[int, int], ...] = ()
         self._over_quota: tuple[str, ...] = ()
 
     def handlers(self) -> Mapping[type[Message], Handler]:
         """Return what an RPC server answers."""
-        return {m.PutBegin: self._begin, m.PutCommit: self._commit, m.PutAbort: self._abort}
+        return {
+            m.PutRead: self._read,
+            m.PutBegin: self._begin,
+            m.PutCommit: self._commit,
+            m.PutAbort: self._abort,
+        }
 
     def attached(self, session: str, way: Way) -> None:
         """Note how bytes come from a writer."""
@@ -71,39 +81,140 @@ class PutCalls:
         for put_id in [p for p, lent in self._lent.items() if lent.session == session]:
             self._lent.pop(put_id).loan.abandon()
         self._state.index.leave(session, self._state.now_s())
-        self._arrivals.leave(session)
         self._state.notify()
 
     def expire(self, now_s: float) -> None:
-        """Give up loans and bytes of puts whose time is over."""
-        self._arrivals.expire(now_s)
+        """Give up loans of puts whose time is over."""
         for put_id in [p for p, lent in self._lent.items() if lent.ends_s <= now_s]:
             self._lent.pop(put_id).loan.abandon()
 
+    async def _read(self, call: Call) -> m.PutDone:
+        """Read a same-host writer's slots, which sums them meanwhile, and compare."""
+        request = request_of(call, m.PutRead)
+        session = self._session(call, "read", "put_read")
+        headers = _headers(request.offer, "put_read")
+        addresses = unpacked(request.addresses, "put_read")
+        if len(addresses) != len(headers):
+            raise Invalid(f"put_read: {len(addresses)} addresses of {len(headers)} blocks")
+        order = self._order(request.offer, session, headers)
+        try:
+            verdicts = self._verdicts(order)
+            judged = await self._read_granted(call, order, verdicts, addresses)
+        finally:
+            self._state.index.put_abort(order.put_id, session, self._state.now_s())
+            self._state.notify()
+        given = partial(_given, headers, verdicts)
+        return m.PutDone(
+            stored=ranges(judged.stored),
+            corrupt=ranges(judged.corrupt),
+            visible=given("visible"),
+            busy=given("busy"),
+            full=given("full"),
+        )
+
+    async def _read_granted(
+        self, call: Call, order: PutOrder, verdicts: Sequence[Verdict], addresses: Words
+    ) -> Judged:
+        """Read what was granted, and show what is right of it: nothing, when the writer does not
+        say in time what it must be."""
+        if "granted" not in verdicts:
+            return NOTHING
+        begun_s = self._state.now_s()
+        granted = [place for place, verdict in enumerate(verdicts) if verdict == "granted"]
+        keys = [order.headers[place].key for place in granted]
+        arrival, there = self._arrival(order.put_id, order.session, keys)
+        places = np.array(granted, dtype=np.intp)[there]
+        try:
+            try:
+                await self._read_parts(arrival, addresses[places], order)
+            except KvassError as error:
+                self._failed(arrival, call, error)
+            taken_s = self._state.now_s() - begun_s
+            with anyio.move_on_after(order.ends_s - self._state.now_s()):
+                said = await call.followed(m.PutSums)
+                announced = _sums_of(said.checksums, len(order.headers), order.groups, "put_sums")
+                return self._judged(call, arrival, announced[places], taken_s)
+        finally:
+            arrival.discard()
+        return NOTHING
+
+    async def _read_parts(self, arrival: Arrival, addresses: Words, order: PutOrder) -> None:
+        """Read part by part; each block is summed as it comes."""
+        moves, found = arrival.moves, arrival.found
+        for part in parts(len(moves), moves[0].size) if moves else ():
+            await self._state.deliveries.read(
+                order.session,
+                moves[part],
+                addresses[part],
+                Sums(found.values[part], found.whole[part]),
+                deadline_s=max(order.ends_s - self._state.now_s(), 1e-3),
+            )
+
     async def _begin(self, call: Call) -> m.PutPlaces:
         request = request_of(call, m.PutBegin)
-        session = call.peer.start_id
-        way = self._ways.get(session)
-        if way is None:
-            raise Unavailable("put_begin before attach")
-        headers, addresses = _offered(request, way)
-        order = self._order(request, session, headers)
-        self._warn_of_size(order)
-        self._arrivals.expire(self._state.now_s())  # what waits for nobody is no quarantine
-        over_quota = self._state.index.ledger.over_quota
-        verdicts = self._state.index.put_begin(order, self._state.now_s())
-        if self._state.index.ledger.over_quota > over_quota:
-            self._warn_of_quota(request.tenant)
-        self._state.notify()
-        places = [place for place, verdict in enumerate(verdicts) if verdict == "granted"]
+        headers = _headers(request.offer, "put_begin")
+        order = self._order(request.offer, self._session(call, "write", "put_begin"), headers)
+        verdicts = self._verdicts(order)
+        granted = [h.key for h, v in zip(headers, verdicts, strict=True) if v == "granted"]
         card = None
-        if places and way == "write":
-            card = await self._lend(order, [headers[place].key for place in places])
+        if granted:
+            card = await self._lend(order, granted)
             if card is None:
                 verdicts = ["busy" if v == "granted" else v for v in verdicts]
-        elif way == "read":  # its commit is on its way, also when nothing is granted
-            await self._read(order, places, addresses, call.peer.member_id)
-        return _places(headers, verdicts, card)
+        given = partial(_given, headers, verdicts)
+        return m.PutPlaces(
+            granted=given("granted"),
+            visible=given("visible"),
+            busy=given("busy"),
+            full=given("full"),
+            loan=card,
+        )
+
+    def _session(self, call: Call, way: Way, what: str) -> str:
+        """Return whose put it is; raises for one that does not come by this way."""
+        session = call.peer.start_id
+        known = self._ways.get(session)
+        if known is None:
+            raise Unavailable(f"{what} before attach")
+        if known != way:
+            raise Invalid(f"{what}: the way of this writer's puts is {known!r}")
+        return session
+
+    def _verdicts(self, order: PutOrder) -> list[Verdict]:
+        """Ask the index for places."""
+        self._warn_of_size(order)
+        index = self._state.index
+        over_quota = index.ledger.over_quota
+        verdicts = index.put_begin(order, self._state.now_s())
+        if index.ledger.over_quota > over_quota:
+            self._warn_of_quota(order.headers[0].tenant)
+        self._state.notify()
+        return verdicts
+
+    def _arrival(
+        self, put_id: str, session: str, keys: Sequence[bytes]
+    ) -> tuple[Arrival, NDArray[np.bool_]]:
+        """Let bytes come for blocks of a put; return them, and of which keys they are."""
+        index = self._state.index
+        begun = index.begin_moves(put_id, session, keys, self._state.now_s())
+        moves = [move for move in begun if move is not None]
+        there = np.array([move is not None for move in begun], dtype=np.bool_)
+        return Arrival.of(index, moves), there
+
+    def _failed(self, arrival: Arrival, call: Call, error: KvassError) -> None:
+        self._state.faults["put_failed"] += len(arrival.moves) - int(arrival.found.whole.sum())
+        _log.warning("put of %s: %s", call.peer.member_id, error)
+
+    def _judged(self, call: Call, arrival: Arrival, announced: Words, taken_s: float) -> Judged:
+        """Show what is right, and count."""
+        judged = arrival.judge(announced)
+        self._state.faults["put_corrupt"] += len(judged.corrupt)
+        self._state.notify()
+        self._state.on_moved("put", judged.size_bytes, taken_s)
+        call.later(self._state.index.catch_up)
+        if judged.keys:
+            self._state.on_stored(judged.keys)
+        return judged
 
     def _warn_of_quota(self, tenant: str) -> None:
         """Say once that a tenant's quota keeps blocks out: they are answered `full`."""
@@ -130,25 +241,25 @@ class PutCalls:
                 "blocks that are held" if order.hold_owner else "blocks",
             )
 
-    def _order(self, request: m.PutBegin, session: str, headers: Sequence[BlockHeader]) -> PutOrder:
-        first, stop = request.groups
+    def _order(self, offer: m.Offer, session: str, headers: Sequence[BlockHeader]) -> PutOrder:
+        first, stop = offer.groups
         count = len(headers)
-        if not 0 <= first < stop <= request.head_groups or request.block_size % request.head_groups:
+        if not 0 <= first < stop <= offer.head_groups or offer.block_size % offer.head_groups:
             raise Invalid(
-                f"put_begin: head groups {first} to {stop} of {request.head_groups} in blocks of "
-                f"{request.block_size} bytes"
+                f"a put: head groups {first} to {stop} of {offer.head_groups} in blocks of "
+                f"{offer.block_size} bytes"
             )
         if count > m.BLOCKS_MAX:
-            raise Invalid(f"put_begin: {count} blocks in one call; at most {m.BLOCKS_MAX}")
+            raise Invalid(f"a put: {count} blocks in one call; at most {m.BLOCKS_MAX}")
         now_s = self._state.now_s()
         return PutOrder(
-            put_id=request.put_id,
+            put_id=offer.put_id,
             session=session,
             headers=headers,
-            head_groups=request.head_groups,
+            head_groups=offer.head_groups,
             groups=range(first, stop),
-            ends_s=now_s + request.deadline_s,
-            hold_owner=request.hold_owner,
+            ends_s=now_s + offer.deadline_s,
+            hold_owner=offer.hold_owner,
             hold_ends_s=now_s + self._state.index.limits.hold_s,
         )
 
@@ -172,101 +283,38 @@ class PutCalls:
         if loan is None:
             return None
         offsets = {key: i * share for i, key in enumerate(granted)}
-        self._lent[order.put_id] = Lent(loan, order.session, offsets, order.ends_s)
+        self._lent[order.put_id] = Lent(loan, order.session, order.groups, offsets, order.ends_s)
         return m.card_of(loan)
 
-    async def _read(
-        self,
-        order: PutOrder,
-        granted: Sequence[int],
-        addresses: Words,
-        writer: str,
-    ) -> None:
-        """Read a same-host writer's slots, part by part; each block is hashed as it comes.
-        `granted` are places in `order` and in `addresses`."""
-        known = self._arrivals.find(order.put_id)
-        if known is not None:  # asked again
-            await known.over.wait()
-            return
-        begun_s = self._state.now_s()
-        keys = [order.headers[place].key for place in granted]
-        begun = self._state.index.begin_moves(order.put_id, order.session, keys, begun_s)
-        taken = [place for place, move in zip(granted, begun, strict=True) if move is not None]
-        moves = [move for move in begun if move is not None]
-        arrival = Arrival.of(order.session, order.ends_s, moves)
-        self._arrivals.open(order.put_id, arrival)
-        try:
-            await self._read_parts(arrival, addresses[taken])
-        except KvassError as error:
-            self._state.faults["put_failed"] += len(moves) - int(arrival.found.whole.sum())
-            _log.warning("put of %s: %s", writer, error)
-        except BaseException:
-            self._arrivals.give_up([order.put_id])  # it is gone, or this node is
-            raise
-        finally:
-            arrival.taken_s = self._state.now_s() - begun_s
-            self._arrivals.ended(order.put_id, arrival)
-            self._state.notify()
-
-    async def _read_parts(self, arrival: Arrival, addresses: Words) -> None:
-        moves, found = arrival.moves, arrival.found
-        for part in parts(len(moves), moves[0].size) if moves else ():
-            await self._state.deliveries.read(
-                arrival.session,
-                moves[part],
-                addresses[part],
-                Sums(found.values[part], found.whole[part]),
-                deadline_s=max(arrival.ends_s - self._state.now_s(), 1e-3),
-            )
-
     async def _commit(self, call: Call) -> m.PutStored:
+        """Take what a writer has written into its loan, and show what is right of it."""
         request = request_of(call, m.PutCommit)
-        session = call.peer.start_id
-        announced = _announced(request)
-        if self._ways.get(session) == "write":
-            arrival = await self._landed(request, session, call.peer.member_id)
-        else:
-            arrival = await self._arrivals.take(
-                request.put_id, session, deadline_s=request.deadline_s
-            )
-        if arrival is None:
-            return m.PutStored(stored=(), corrupt=())
-        judged = self._arrivals.judge(arrival, announced)
-        self._state.faults["put_corrupt"] += len(judged.corrupt)
-        self._state.notify()
-        self._state.on_moved("put", judged.size_bytes, arrival.taken_s)
-        call.later(self._state.index.catch_up)
-        if judged.keys:
-            self._state.on_stored(judged.keys)
-        return m.PutStored(stored=ranges(judged.stored), corrupt=ranges(judged.corrupt))
-
-    async def _landed(self, request: m.PutCommit, session: str, writer: str) -> Arrival | None:
-        """Take what a TCP writer has written into its loan; None if its put is over."""
+        session, deadline_s = call.peer.start_id, request.deadline_s
+        if len(set(request.keys)) != len(request.keys):
+            raise Invalid("put_commit: a key comes twice")
         lent = self._lent.get(request.put_id)
-        if lent is not None and lent.session != session:
-            raise Invalid(f"put_commit: {request.put_id!r} is another writer's")
         if lent is None:
-            return None
+            return m.PutStored(stored=(), corrupt=())
+        if lent.session != session:
+            raise Invalid(f"put_commit: {request.put_id!r} is another writer's")
+        announced = _sums_of(request.checksums, len(request.keys), lent.groups, "put_commit")
         begun_s = self._state.now_s()
-        begun = self._state.index.begin_moves(request.put_id, session, request.keys, begun_s)
-        moves = [move for move in begun if move is not None]
-        arrival = Arrival.of(session, begun_s + request.deadline_s, moves)
+        arrival, there = self._arrival(request.put_id, session, request.keys)
         del self._lent[request.put_id]  # from here on `take` ends the loan
-        whole = False
         try:
-            await self._state.deliveries.take(
-                lent, moves, arrival.found, deadline_s=request.deadline_s
-            )
-            arrival.taken_s = self._state.now_s() - begun_s
-            whole = True
-        except KvassError as error:
-            self._state.faults["put_failed"] += len(moves)
-            _log.warning("put of %s: %s", writer, error)
+            try:
+                await self._state.deliveries.take(
+                    lent, arrival.moves, arrival.found, deadline_s=deadline_s
+                )
+            except KvassError as error:
+                self._failed(arrival, call, error)
+                return m.PutStored(stored=(), corrupt=())
+            taken_s = self._state.now_s() - begun_s
+            judged = self._judged(call, arrival, announced[there], taken_s)
         finally:
-            if not whole:
-                self._arrivals.discard(arrival)
-                self._state.notify()
-        return arrival
+            arrival.discard()
+            self._state.notify()
+        return m.PutStored(stored=ranges(judged.stored), corrupt=ranges(judged.corrupt))
 
     def _abort(self, call: Call) -> Done:
         request = request_of(call, m.PutAbort)
@@ -279,35 +327,15 @@ class PutCalls:
                 lent.loan.settle()
         session = call.peer.start_id
         self._state.index.put_abort(request.put_id, session, self._state.now_s())
-        arrival = self._arrivals.find(request.put_id)
-        if arrival is not None and arrival.session == session:
-            self._arrivals.give_up([request.put_id])
         self._state.notify()
         return Done()
 
 
-def _offered(request: m.PutBegin, way: Way) -> tuple[list[BlockHeader], Words]:
-    """Return headers of the blocks that are offered, by chain index, and where each is in its
-    writer's memory, if the node reads it there; raises Invalid for what cannot be."""
-    headers = _headers(request)
-    addresses = unpacked(request.addresses, "put_begin")
-    given, count = len(addresses), len(headers)
-    if given != (count if way == "read" else 0):
-        raise Invalid(f"put_begin: {given} addresses of {count} blocks; their way is {way!r}")
-    indices = [header.index for header in headers]
-    if any(map(ge, indices, indices[1:])):
-        if len(set(indices)) != count:
-            raise Invalid("put_begin: a chain index comes twice")
-        order = sorted(range(count), key=indices.__getitem__)
-        headers = [headers[place] for place in order]
-        addresses = addresses[order] if given else addresses
-    return headers, addresses
-
-
-def _headers(request: m.PutBegin) -> list[BlockHeader]:
-    """Return headers of the blocks that are offered, as their names come."""
+def _headers(offer: m.Offer, what: str) -> list[BlockHeader]:
+    """Return headers of the blocks that are offered; raises Invalid unless they are in chain
+    order."""
     headers: list[BlockHeader] = []
-    for span in request.spans:
+    for span in offer.spans:
         parent = span.parent
         for index, key in span.named():
             headers.append(
@@ -316,39 +344,33 @@ def _headers(request: m.PutBegin) -> list[BlockHeader]:
                     parent=parent,
                     segment_key=span.segment_key,
                     index=index,
-                    namespace=request.namespace,
-                    tenant=request.tenant,
-                    writer=request.writer,
-                    token_count=request.token_count,
-                    length=request.block_size,
+                    namespace=offer.namespace,
+                    tenant=offer.tenant,
+                    writer=offer.writer,
+                    token_count=offer.token_count,
+                    length=offer.block_size,
                     checksums=(),
                 )
             )
             parent = key
+    indices = [header.index for header in headers]
+    if any(map(ge, indices, indices[1:])):
+        raise Invalid(f"{what}: expected blocks in chain order, each once")
     return headers
 
 
-def _places(
-    headers: Sequence[BlockHeader], verdicts: Sequence[Verdict], card: m.LoanCard | None
-) -> m.PutPlaces:
-    def answered(verdict: Verdict) -> m.Ranges:
-        if verdict not in verdicts:
-            return ()
-        return ranges([h.index for h, v in zip(headers, verdicts, strict=True) if v == verdict])
-
-    return m.PutPlaces(
-        granted=answered("granted"),
-        visible=answered("visible"),
-        busy=answered("busy"),
-        full=answered("full"),
-        loan=card,
-    )
+def _given(
+    headers: Sequence[BlockHeader], verdicts: Sequence[Verdict], verdict: Verdict
+) -> m.Ranges:
+    """Return which blocks got `verdict`."""
+    if verdict not in verdicts:
+        return ()
+    return ranges([h.index for h, v in zip(headers, verdicts, strict=True) if v == verdict])
 
 
-def _announced(request: m.PutCommit) -> Announced:
-    checksums, count = unpacked(request.checksums, "put_commit"), len(request.keys)
-    if len(checksums) % count or not len(checksums):
-        raise Invalid(f"put_commit: {len(checksums)} checksums for {count} blocks")
-    if len(set(request.keys)) != count:
-        raise Invalid("put_commit: a key comes twice")
-    return Announced(request.keys, checksums.reshape(count, -1))
+def _sums_of(data: bytes, blocks: int, groups: range, what: str) -> Words:
+    """Return checksums uint64 [blocks, groups]; raises Invalid for others than of these."""
+    sums = unpacked(data, what)
+    if len(sums) != blocks * len(groups):
+        raise Invalid(f"{what}: {len(sums)} checksums; {blocks} blocks in {len(groups)} groups")
+    return sums.reshape(blocks, len(groups))
