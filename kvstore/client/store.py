@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import anyio
 import anyio.abc
@@ -47,6 +47,7 @@ from kvass.kvstore.router import Router
 from kvass.kvstore.transfers import BlockShape, OwnMemory, Transfers
 
 COPY_THREADS = 2  # one part is hashed while the next one is copied out of its landing buffer
+WAIT_PAUSE_S = 0.01  # between two times that a node is asked to
 WAIT_SLICE_S = 2.0  # how long one node is asked to wait before it must show that it lives
 
 
@@ -162,13 +163,14 @@ class StoreClient:
             slice_s = max(min(ends_s - self._now_s(), WAIT_SLICE_S), 1e-3)
             limit_s = slice_s + links.CALL_S
             request = m.Wait(spans=spans, until=until, deadline_s=slice_s)
-            try:
+            begun_s = self._now_s()
+            with suppress(KvassError):  # one that does not answer is left alone from now on
                 reply = await link.call(request, deadline_s=limit_s, limit_s=limit_s)
                 link.told(indices, reply.visible, reply.unclaimed)
-            except KvassError:
-                continue  # it is shunned now
-            if reply.visible or reply.unclaimed:
-                return WaitResult(list(reply.visible), list(reply.unclaimed))
+                if reply.visible or reply.unclaimed:
+                    return WaitResult(list(reply.visible), list(reply.unclaimed))
+            # One that is overloaded says so at once, and is asked again.
+            await anyio.sleep(max(begun_s + WAIT_PAUSE_S - self._now_s(), 0.0))
 
     # --- claims ---
 

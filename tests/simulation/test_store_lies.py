@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import trio.testing
 
+from kvass.common.errors import Overloaded
 from kvass.common.rpc.server import Call, Handler, answered
 from kvass.common.transport.route import Setting
 from kvass.common.wire import Message
@@ -104,6 +105,27 @@ async def test_a_claim_that_speaks_of_other_blocks_grants_nothing(how: str) -> N
         lies[0] = True
         claim = await worker.store.claim(chain_of(BLOCKS), [(0, BLOCKS)], owner="a", deadline_s=1)
         assert (claim.granted, claim.visible, claim.taken) == ([], [], [])
+
+
+@pytest.mark.parametrize("answer", [None, replaced(visible=lambda found: ())])
+async def test_a_node_that_cannot_wait_is_not_asked_without_a_pause(answer: Lie | None) -> None:
+    asked: list[float] = []
+
+    def lie(reply: m.Waited) -> m.Waited:
+        asked.append(anyio.current_time())
+        assert len(asked) < 1000, "it is asked as fast as it answers"
+        if answer is None:
+            raise Overloaded("1024 calls are open on this connection")
+        said: m.Waited = answer(reply)
+        return said
+
+    async with lying(m.Wait, lie) as (_, worker, lies):
+        chain = chain_of(BLOCKS)
+        await push(worker, chain, range(BLOCKS))
+        lies[0] = True
+        found = await worker.store.wait(chain, [(0, BLOCKS)], until="visible", deadline_s=1)
+        assert (found.visible, found.unclaimed) == ([], [])
+        assert 50 <= len(asked) <= 110, "it is asked again, with a pause"
 
 
 @pytest.mark.parametrize("how", RANGES)
