@@ -61,6 +61,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
         [
             f"cluster.model={str(folder)!r}",
             "decode.pool_blocks=40",
+            "prefill.pool_blocks=40",
             f"decode.threads={threads}",
         ],
     )
@@ -88,6 +89,11 @@ def test_a_worker_that_found_row_counts_says_which(
     assert not doubts([{"id": "decode-0", "load": load}])
     assert str(engine.fields["device_kind"]).startswith("cpu ")
     assert engine.namespace.hex() == engine.fields["namespace"]
+
+
+def test_what_prefill_has_computed_is_read_by_others_without_the_kernel(settings: Config) -> None:
+    assert open_engine(settings, settings.prefill, "prefill").memory.region.file >= 0
+    assert opened(settings).memory.region.file == -1  # on huge pages instead
 
 
 @pytest.mark.skipif(not packed.available(), reason="this machine has no bf16 dot products")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from kvass.common.model.load import load_model
 from kvass.common.model.products import Products
 from kvass.common.model.runner import Rows, Runner, uses
 from kvass.common.model.spec import ModelSpec, load_spec
+from kvass.common.pages import Pages, private_pages, shared_pages
 from kvass.common.pool.memory import SlotMemory
 from kvass.common.pool.pool import BlockPool
 from kvass.common.pool.size import pool_slots
@@ -80,7 +81,7 @@ def open_engine(config: Config, worker: WorkerConfig, role: str) -> Engine:
     products = Products(uses(), weights)
     model = load_model(model_dir, spec, projection_of=products.projection)
     loaded_s = time.perf_counter()
-    memory = SlotMemory(layout, slots)
+    memory = SlotMemory(layout, slots, _pages_for(role))
     terms = None
     if layout.has_scales:
         terms = key_terms(model_dir, spec, cache_dir() / "key-terms" / f"{digest[:32]}.safetensors")
@@ -118,6 +119,12 @@ def open_engine(config: Config, worker: WorkerConfig, role: str) -> Engine:
         tokens_per_s=rate,
         took_s={"model": loaded_s - started_s, "warm-up": time.perf_counter() - loaded_s},
     )
+
+
+def _pages_for(role: str) -> Callable[[int], Pages]:
+    """What a prefill worker has computed a store node reads: out of shared pages in one pass. A
+    decode worker reads its pool again for each token: a tenth to a third faster on huge pages."""
+    return shared_pages if role == "prefill" else private_pages
 
 
 def _report(deterministic: bool, reason: str) -> None:

@@ -3,6 +3,7 @@
 Frames, and errors on the wire, are in `frames.py`; who is at each end, in `hello.py`.
 
     caller   CALL(id, request) ───────────────────────────────> handler
+             ITEM(id, message), of a request that one follows   ───>
              REPLY(id, message)  or  ITEM(id, message)* END(id) <───
              ERROR(id, …)                                       <───
              CANCEL(id) ──> the handler's scope is cancelled, nothing is answered
