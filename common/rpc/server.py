@@ -152,12 +152,6 @@ Answer = Coroutine[Any, Any, Message | None]
 Handler = Callable[[Call], Message | Answer]
 
 
-async def answered(handler: Handler, call: Call) -> Message | None:
-    """Call a handler, whichever kind it is."""
-    answer = handler(call)
-    return answer if isinstance(answer, Message) else await answer
-
-
 @dataclass(slots=True)
 class _Open:
     """A call in a task of its own."""

@@ -83,8 +83,7 @@ class TcpLanding:
     """The owner's side of TCP.
 
     Mutable fields, under `_lock`: `_book`, `_waiting` (who waits, by tag), `_card` (None: there
-    is no agent). The mover's thread's own: `_memory`, `_agent`, `_generation`,
-    `late_arrivals`.
+    is no agent). The mover's thread's own: `_memory`, `_agent`, `_generation`.
     """
 
     def __init__(self, mover: Mover, identity: Identity, size: int, *, interface: str) -> None:
@@ -98,7 +97,6 @@ class TcpLanding:
         self._agent: Agent | None = None
         self._card: EndpointCard | None = None
         self._generation = 0
-        self.late_arrivals = 0  # of loans that had ended: counted, otherwise no-ops
         mover.post(lambda: mover.watch(self))
         mover.on_close(self._close)
 
@@ -205,9 +203,7 @@ class TcpLanding:
     def _arrive(self, tag: bytes) -> None:
         with self._lock:
             waiting = self._waiting.get(tag) if self._book.is_lent(tag) else None
-        if waiting is None:
-            self.late_arrivals += 1
-        else:
+        if waiting is not None:  # else it is late: the loan has ended
             _end_in_loop(*waiting, None)
 
     def _rebuild_if_due(self) -> bool:

@@ -38,7 +38,7 @@ T = TypeVar("T")
 Progress = Literal["idle", "moved", "done"]
 
 COMMANDS_MAX = 4096  # four times the calls that one RPC connection may have open
-SPINS = 64  # empty polls before the first pause: about 0.2 ms, an RTT on a quiet machine
+SPINS = 64  # empty polls before the first pause: milliseconds where the event loop works meanwhile
 PAUSE_MIN_S = 50e-6  # about what the kernel's timer slack makes of anything shorter
 PAUSE_DOUBLINGS = (
     4  # to 0.8 ms: bounds the delay of a completion; costs 2-3 % of a core while it lasts

@@ -191,11 +191,6 @@ class Node:
         """Take no more puts and claims, and hand over what others lack. Once is enough."""
         self.leaving.begin()
 
-    async def drained(self) -> int:
-        """Wait until a drain has handed over what it could; return how many blocks are nowhere
-        else."""
-        return await self.leaving.over()
-
     @property
     def faults(self) -> dict[str, int]:
         """What failed so far, by kind."""

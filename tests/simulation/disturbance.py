@@ -13,12 +13,12 @@ from typing import Any
 import anyio
 
 from kvass.common.errors import KvassError
-from kvass.common.rpc.server import Answer, Call, Handler, answered
+from kvass.common.rpc.server import Answer, Call, Handler
 from kvass.common.wire import Generate, Message, Prefill
 from kvass.kvstore import messages as m
 from memory_transport import Attempt, Fault, Outcome
 from record import Record
-from store_sim import Handlers
+from store_sim import Handlers, answered
 from wires import Fate
 
 # A call that waits is not repeated, a stream is resumed otherwise, and a written get is repeated

@@ -63,7 +63,7 @@ class MemoryLoan:
 class MemoryLanding:
     """Stands for TCP, the owner's side: the real book, and an agent that is a number.
 
-    Mutable fields: `generation`, `_book`, `_loans`, `_lent` (makes tags), `late_arrivals`.
+    Mutable fields: `generation`, `_book`, `_loans`, `_lent` (makes tags).
     """
 
     def __init__(self, identity: Identity, size: int) -> None:
@@ -75,7 +75,6 @@ class MemoryLanding:
         self._loans: dict[bytes, MemoryLoan] = {}
         self._lent = 0
         self.generation = 1
-        self.late_arrivals = 0
 
     async def lend(self, size: int) -> MemoryLoan | None:
         """Lend `size` contiguous bytes, or return None when none are free now."""
@@ -102,8 +101,6 @@ class MemoryLanding:
         """Note that a write is whole; a no-op for a loan that has ended."""
         if self._book.is_lent(tag):
             self._loans[tag].ended.set()
-        else:
-            self.late_arrivals += 1
 
     def settle(self, tag: bytes) -> None:
         """End a loan whose transfer has ended for sure."""

@@ -104,7 +104,7 @@ class Mishaps:
         self._members.share()
         left = None
         with anyio.move_on_after(DRAIN_S):
-            left = await node.node.drained()
+            left = await node.node.leaving.over()
         if not node.alive:
             return
         assert left is not None, f"{node.member_id} still drains after {DRAIN_S} s"

@@ -24,7 +24,7 @@ from kvass.common.clock import LoopClock
 from kvass.common.keys import Chain, Namespace, Salt, ranges_of
 from kvass.common.metrics import BlockMetrics
 from kvass.common.rpc.hello import Hello
-from kvass.common.rpc.server import Handler, Server
+from kvass.common.rpc.server import Call, Handler, Server
 from kvass.common.transport.identity import Identity
 from kvass.common.transport.route import Setting
 from kvass.common.transport.seam import Region
@@ -46,6 +46,12 @@ TP_LAYOUT = BlockLayout(
     layers=2, kv_heads=4, head_dim=16, block_tokens=4, kv_dtype="fp8", head_groups=4
 )
 SPACE = Namespace(b"n" * 32)
+
+
+async def answered(handler: Handler, call: Call) -> Message | None:
+    """Call a handler, whichever kind it is."""
+    answer = handler(call)
+    return answer if isinstance(answer, Message) else await answer
 
 
 def chain_of(

@@ -175,7 +175,7 @@ async def test_a_drain_that_meets_a_bug_goes_on(monkeypatch: pytest.MonkeyPatch)
         sim.share_view()
         node.node.drain()
         with anyio.fail_after(60):
-            assert await node.node.drained() == 0
+            assert await node.node.leaving.over() == 0
         assert not left[0] and node.node.counts()["bugs"] == 1
         assert sim.nodes["store-1"].node.counts()["visible_blocks"] == BLOCKS
 

@@ -6,12 +6,12 @@ import anyio
 import pytest
 import trio.testing
 
-from kvass.common.rpc.server import Call, answered
+from kvass.common.rpc.server import Call
 from kvass.common.wire import Message
 from kvass.kvstore import messages as m
 from kvass.kvstore.client import erase
 from kvass.kvstore.index.erasures import BAR_S, MARK_S
-from store_sim import Cluster, Handlers, Worker, at_rest, chain_of, cluster, pull, push
+from store_sim import Cluster, Handlers, Worker, answered, at_rest, chain_of, cluster, pull, push
 
 pytestmark = pytest.mark.anyio
 

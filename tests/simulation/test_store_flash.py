@@ -127,7 +127,7 @@ async def test_a_drain_hands_over_what_only_flash_has() -> None:
         sim.share_view()
         node.node.drain()
         with anyio.fail_after(60):
-            assert await node.node.drained() == 0
+            assert await node.node.leaving.over() == 0
         sim.kill_node("store-0")
         for seed in range(CHAINS):
             wanted = [i for n, i in held if n == seed]
@@ -145,7 +145,7 @@ async def test_a_drain_says_what_it_could_not_read() -> None:
         disk.refuses = lambda what, name: "Input/output error" if what == "read" else None
         node.node.drain()
         with anyio.fail_after(120):
-            assert await node.node.drained() > 0
+            assert await node.node.leaving.over() > 0
 
 
 async def test_a_drop_says_that_a_dead_disk_was_not_erased() -> None:

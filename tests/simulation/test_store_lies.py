@@ -14,13 +14,13 @@ import pytest
 import trio.testing
 
 from kvass.common.errors import Overloaded
-from kvass.common.rpc.server import Call, Handler, answered
+from kvass.common.rpc.server import Call, Handler
 from kvass.common.transport.route import Setting
 from kvass.common.wire import Message
 from kvass.kvstore import messages as m
 from kvass.kvstore.client import erase
 from kvass.kvstore.words import packed
-from store_sim import Cluster, Handlers, Worker, chain_of, pull, push
+from store_sim import Cluster, Handlers, Worker, answered, chain_of, pull, push
 
 pytestmark = pytest.mark.anyio
 BLOCKS = 8

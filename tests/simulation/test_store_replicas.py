@@ -94,7 +94,7 @@ async def test_a_node_that_drains_hands_over_what_it_alone_holds(way: Setting) -
         sim.share_view()
         assert await push(worker, other, range(BLOCKS)) == ((0, BLOCKS),), "the others take puts"
         with anyio.fail_after(5):
-            assert await sim.nodes[leaving].node.drained() == 0
+            assert await sim.nodes[leaving].node.leaving.over() == 0
         assert not sim.nodes[leaving].index.ledger.visible(other.keys[0])
         lose(sim, leaving)
         assert await worker.store.lookup(chain, [(0, BLOCKS)], deadline_s=1) == [(0, BLOCKS)]
@@ -116,7 +116,7 @@ async def test_a_put_that_was_begun_before_a_drain_is_handed_over_too(way: Setti
             sim.nodes[leaving].node.drain()
             sim.share_view()
         assert sim.nodes[leaving].node.counts()["visible_blocks"] == 8
-        assert await sim.nodes[leaving].node.drained() == 0
+        assert await sim.nodes[leaving].node.leaving.over() == 0
         lose(sim, leaving)
         assert await pull(worker, chain, range(8)) == set(range(8))
 
@@ -129,7 +129,7 @@ async def test_a_drain_without_a_taker_ends_and_says_so() -> None:
         await push(worker, chain, range(8))
         await worker.store.drain("store-0", deadline_s=1)
         with anyio.fail_after(1):
-            assert await node.node.drained() == 8, "nobody is there to take anything"
+            assert await node.node.leaving.over() == 8, "nobody is there to take anything"
     async with cluster() as sim:
         node, other = sim.add_node("store-0"), sim.add_node("store-1", blocks=4)
         worker = sim.add_worker()
@@ -141,7 +141,7 @@ async def test_a_drain_without_a_taker_ends_and_says_so() -> None:
         other.index.draining = True  # it takes nothing, and nobody has heard of that
         await worker.store.drain("store-0", deadline_s=1)
         with anyio.fail_after(handover.DRAIN_IDLE_S + 2):
-            assert await node.node.drained() == had
+            assert await node.node.leaving.over() == had
         assert (await at_rest(sim))["handover_left"] == had
 
 
@@ -162,7 +162,9 @@ async def test_a_drain_evicts_nothing_where_it_hands_over_and_says_what_found_no
         assert len(sole) > room > 0 and not own & set(sole)
         await worker.store.drain("store-0", deadline_s=1)
         with anyio.fail_after(2):
-            assert await node.node.drained() == len(sole) - room, "and nobody waits for the rest"
+            assert await node.node.leaving.over() == len(sole) - room, (
+                "and nobody waits for the rest"
+            )
         assert all(other.index.ledger.visible(key) for key in own)
         assert other.index.counts()["evictions"] == 0
         counts = await at_rest(sim)
@@ -176,7 +178,7 @@ async def test_a_drain_evicts_nothing_where_it_hands_over_and_says_what_found_no
         sim.add_node("store-2", blocks=128)
         with anyio.fail_after(20):
             await node.node.leaving.after("held")
-            assert await node.node.drained() == 0
+            assert await node.node.leaving.over() == 0
         counts = await at_rest(sim)
         assert counts["drained"] == 1 and counts["handover_left"] == 0
         assert all(len(holders(sim, key)) > 1 for key in sole)
@@ -188,7 +190,7 @@ async def test_a_drain_that_is_held_up_is_forced_or_cancelled() -> None:
         worker = sim.add_worker()
         await push(worker, chain_of(8), range(8))
         await worker.store.drain("store-0")
-        assert await node.node.drained() == 8
+        assert await node.node.leaving.over() == 8
         await worker.store.drain("store-0", "cancel")
         assert node.node.leaving.phase == "serving"
         assert (await at_rest(sim))["handover_left"] == 0
@@ -198,7 +200,7 @@ async def test_a_drain_that_is_held_up_is_forced_or_cancelled() -> None:
         await worker.store.drain("store-0", "force")
         with anyio.fail_after(1):
             assert await node.node.leaving.after("draining") == "drained"
-        assert await node.node.drained() == 16
+        assert await node.node.leaving.over() == 16
         await worker.store.drain("store-0", "cancel")
         assert node.node.leaving.phase == "serving"
 
@@ -227,7 +229,7 @@ async def test_what_others_evicted_since_they_took_it_is_not_called_handed_over(
 
         monkeypatch.setattr(handover.Handover, "_hand_over", crowded)
         node.node.drain()
-        assert await node.node.drained() == 8
+        assert await node.node.leaving.over() == 8
         assert rounds[0] == handover.Tally(handed=8)
         counts = node.node.counts()
         assert tally(counts) == {"elsewhere": 0, "handed": 0, "refused": 8, "left": 8}
