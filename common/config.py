@@ -357,18 +357,19 @@ def _validate_tenants(store: StoreConfig) -> None:
             )
 
 
-# See model/identity.py; "namespace" depends on the others.
-_WORKERS_KNOW = frozenset({"device_kind", "model_weights_key_terms", "namespace"})
+# See model/identity.py: the weights' digest is known once they were read, the others by workers
+# only; "namespace" depends on all others.
+_SOME_KNOW = frozenset({"device_kind", "model_weights", "model_weights_key_terms", "namespace"})
 
 
 def difference(ours: Mapping[str, object], theirs: Mapping[str, object]) -> str | None:
     """Return the first field, in name order, in which two members' cluster values differ.
 
-    The namespace comes last: it differs because another one does. What only workers know is
+    The namespace comes last: it differs because another one does. What not every member knows is
     compared where both say it.
     """
     names = ours.keys() | theirs.keys()
-    compared = names - (_WORKERS_KNOW - (ours.keys() & theirs.keys()))
+    compared = names - (_SOME_KNOW - (ours.keys() & theirs.keys()))
     for name in sorted(compared, key=lambda name: (name == "namespace", name)):
         if ours.get(name) != theirs.get(name):
             return name

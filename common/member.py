@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Self
 
 import anyio
+import anyio.abc
 import msgspec
 from prometheus_client import CollectorRegistry
 
@@ -126,7 +127,7 @@ class Member:
         )
         self._changed = anyio.Event()
         self._load_came = anyio.Event()
-        self._echoed = anyio.Event()
+        self.told = anyio.Event()
         self._seal = seal.Seal(self.credentials.secret)
         self._orders = seal.Orders(identity.start_id)
         self._foreign: dict[bus.MemberTopic, bool] = {}
@@ -155,21 +156,31 @@ class Member:
         endpoint = metrics.serve(self._host, self.registry)
         self._peer = msgspec.structs.replace(self._peer, metrics_address=endpoint.address)
         try:
-            with self._commands, self._commands_received:
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(self._bus.run)
-                    refusal = await self._why_refused()
-                    if refusal is None:
-                        await self.announce("", state="joining")
-                        tasks.start_soon(self._report)
-                        tasks.start_soon(self._obey)
-                        yield
-                    tasks.cancel_scope.cancel()
-                if refusal is not None:
-                    raise refusal
+            async with self.linked() as tasks:
+                await self.compare()
+                await self.announce("", state="joining")
+                tasks.start_soon(self._report)
+                tasks.start_soon(self._obey)
+                yield
         finally:
             with anyio.move_on_after(GOODBYE_S, shield=True):
                 await endpoint.close()
+
+    @asynccontextmanager
+    async def linked(self) -> AsyncIterator[anyio.abc.TaskGroup]:
+        """Hear who is there, seen by nobody: nothing was announced. Yields the tasks that end with
+        the link; `told` is set once all has come that the broker keeps."""
+        refusal: KvassError | None = None
+        with self._commands, self._commands_received:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._bus.run)
+                try:
+                    yield tasks
+                except KvassError as error:  # stays what it is, in no group
+                    refusal = error
+                tasks.cancel_scope.cancel()
+        if refusal is not None:
+            raise refusal
 
     async def announce(
         self,
@@ -208,8 +219,7 @@ class Member:
         """Receive this member's loads from now on, also where its role is not followed."""
         if peer.role not in FOLLOWED[self._peer.role] and peer.start_id not in self._heard:
             self._heard.add(peer.start_id)
-            topic = self._topics.load(peer.role, peer.member_id, peer.start_id)
-            await self._bus.subscribe(topic)
+            await self._bus.subscribe(self._topics.load(peer.role, peer.member_id, peer.start_id))
 
     def refused(self, peer: Peer) -> None:
         """Leave a member out for a while: a connection to it was refused or lost."""
@@ -241,25 +251,26 @@ class Member:
         if not await self._bus.publish(topic, self._seal.close(topic, command), qos=1):
             raise Unavailable(f"the broker {self._bus.broker} does not take commands now")
 
-    async def _why_refused(self) -> KvassError | None:
-        await self._echoed.wait()  # the broker's retained messages came before it
+    async def compare(self) -> None:
+        """Wait until `told`; raise Incompatible for a difference from a member that lives, and
+        Unauthorized if all have another secret."""
+        await self.told.wait()
         ours = self.hello.cluster
         for entry in self.table.entries():
-            peer = entry.peer
-            if not ours or not peer.cluster or peer.start_id == self._peer.start_id:
+            peer, theirs = entry.peer, entry.peer.cluster
+            if not ours or not theirs or peer.start_id == self._peer.start_id:
                 continue
-            name = difference(ours, peer.cluster)
+            name = difference(ours, theirs)
             if name is not None and await self._is_alive(entry):
                 who = f"{peer.role} {peer.member_id}"
-                return Incompatible(name, ours.get(name), peer.cluster.get(name), who=who)
+                raise Incompatible(name, ours.get(name), theirs.get(name), who=who)
         if self._foreign and not self.table.entries() and await self._is_foreign_alive():
-            return Unauthorized(
+            raise Unauthorized(
                 f"the members of this cluster at the broker {self._bus.broker} have another "
                 "cluster secret than this process, whose is from "
                 f"{self.credentials.secret.source}: {REMEDY}; or give this cluster a name of its "
                 "own (cluster.name)"
             )
-        return None
 
     async def _is_alive(self, entry: Entry) -> bool:
         """Wait for a load of this member: a broker may keep the presence of the dead."""
@@ -308,7 +319,7 @@ class Member:
             self._queue_command(command)
         elif topic == self._topics.echo(self._peer.start_id):
             self._seal.open(topic, payload, type(None))
-            self._echoed.set()
+            self.told.set()
         elif about is None:
             return  # another cluster's: amqtt alone greets everybody with all that it has retained
         elif about.kind == "load":
@@ -356,10 +367,8 @@ class Member:
     def _notice(self) -> None:
         """Wake those who wait for a change, if who is live has changed since the last look."""
         now_s = self._clock.now_s()
-        seen = (
-            self.table.version,
-            [e.peer.start_id for e in self.table.entries() if self.table.is_live(e, now_s)],
-        )
+        live = [e.peer.start_id for e in self.table.entries() if self.table.is_live(e, now_s)]
+        seen = (self.table.version, live)
         if seen != self._seen:
             self._seen = seen
             self._changed.set()

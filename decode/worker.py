@@ -1,4 +1,4 @@
-"""A decode worker's process: opens its engine, joins the cluster, answers Generate.
+"""A decode worker's process: looks at the cluster, opens its engine, joins, answers Generate.
 
 One request through this folder: worker (checks it, makes a ticket) → loop (admits, steps) → fetch
 (pulls the prompt's blocks) → schedule (rows of each step) → sampler → stream (text) → back here, as
@@ -15,6 +15,7 @@ import anyio.abc
 
 from kvass.common.config import Config
 from kvass.common.errors import DeadlineExceeded, Invalid, Overloaded
+from kvass.common.first_look import look
 from kvass.common.keys import Chain, Salt
 from kvass.common.member import Member
 from kvass.common.metrics import BlockMetrics, WorkerMetrics
@@ -169,6 +170,7 @@ async def serve(
 ) -> None:
     """Run a decode worker until cancelled; starts with the seconds that its engine took."""
     worker = config.decode
+    await look(config, "decode", member_id)
     async with AsyncExitStack() as stack:
         means = await stack.enter_async_context(open_means(config, worker, "decode"))
         engine = means.engine

@@ -1,4 +1,4 @@
-"""A prefill worker's process: opens its engine, joins the cluster, answers Prefill.
+"""A prefill worker's process: looks at the cluster, opens its engine, joins, answers Prefill.
 
 One job through this folder: worker (checks it) → loop (admits, steps) → job (finds, claims, pulls)
 → schedule (chunks of each step) → publish (pushes full blocks) → back here, as PrefillProgress
@@ -18,6 +18,7 @@ from kvass.common.clock import LoopClock
 from kvass.common.config import Config
 from kvass.common.costs import Costs
 from kvass.common.errors import DeadlineExceeded, Invalid, KvassError, Overloaded
+from kvass.common.first_look import look
 from kvass.common.keys import Chain, Salt
 from kvass.common.member import Member
 from kvass.common.membership import Role
@@ -140,6 +141,7 @@ async def serve(
 ) -> None:
     """Run a prefill worker until cancelled; starts with the seconds that its engine took."""
     worker = config.prefill
+    await look(config, "prefill", member_id)
     async with AsyncExitStack() as stack:
         means = await stack.enter_async_context(open_means(config, worker, "prefill"))
         engine = means.engine

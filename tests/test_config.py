@@ -131,6 +131,7 @@ def test_the_first_difference_is_named_in_order() -> None:
     assert config.difference({}, {"z": None, "y": 1}) == "y"
     assert config.difference({"a": 1}, {"a": 1, "device_kind": "cpu", "namespace": "00"}) is None
     assert config.difference({"device_kind": "x"}, {"device_kind": "cpu"}) == "device_kind"
+    assert config.difference({"a": 1}, {"a": 1, "model_weights": "00"}) is None
 
 
 def test_an_address_that_nobody_can_connect_to_is_refused() -> None:

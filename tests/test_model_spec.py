@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from kvass.common.model.checkpoint import open_checkpoint, weights_digest
 from kvass.common.model.fetch import resolve_model
 from kvass.common.model.identity import (
     cluster_fields,
+    known_fields,
     layout_of,
     max_model_len,
     namespace_in,
@@ -167,6 +169,23 @@ def test_a_gateway_agrees_with_workers_on_any_device_and_learns_the_namespace(
     assert namespace_in(gateway) is None
     assert namespace_in(worker) == bytes.fromhex(str(worker["namespace"]))
     assert namespace_in({"namespace": "zz"}) is namespace_in({"namespace": "00"}) is None
+
+
+def test_before_the_weights_are_read_all_but_their_digest_is_known(tmp_path: Path) -> None:
+    spec, cluster = write_model(tmp_path), ClusterConfig()
+    weights = tmp_path / "model.safetensors"
+    whole = weights.read_bytes()
+    os.truncate(weights, len(whole) - 1)
+    known = known_fields(tmp_path, spec, cluster)
+    with pytest.raises(Invalid, match="ends 1 bytes too early"):
+        cluster_fields(tmp_path, spec, cluster)
+    weights.write_bytes(whole)
+    fields = cluster_fields(tmp_path, spec, cluster)
+    assert known == {name: value for name, value in fields.items() if name != "model_weights"}
+    assert difference(known, fields) is None and difference(fields, known) is None
+    other = known_fields(tmp_path, spec, ClusterConfig(kv_dtype="int8"))
+    assert difference(other, fields) == "kv_dtype"
+    assert other["model_weights"] == fields["model_weights"], "it is kept by now"
 
 
 def test_a_shorter_context_must_be_agreed_on_but_shares_blocks(tmp_path: Path) -> None:

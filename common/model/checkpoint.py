@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -132,17 +132,25 @@ def _read_header(path: Path) -> dict[str, TensorEntry]:
 
 def weights_digest(model_dir: Path, spec: ModelSpec) -> str:
     """Return the hex digest of the executed weights, cached beside them."""
+    kept = kept_digest(model_dir, spec)
+    if kept is not None:
+        return kept
     entries = open_checkpoint(model_dir, spec)
-    # The same files hold other executed tensors under another spec (tied or not): key by both.
-    key = [spec.architecture, len(entries), *_file_key(entry.path for entry in entries.values())]
-    cache = model_dir / _DIGEST_FILE
-    if cache.exists():
-        cached = read_json(cache)
-        if cached.get("key") == key:
-            return str(cached["digest"])
-    digest = _digest(entries)
-    _save(cache, {"key": key, "digest": digest})
+    key, digest = _key(entries, spec), _digest(entries)
+    _save(model_dir / _DIGEST_FILE, {"key": key, "digest": digest})
     return digest
+
+
+def kept_digest(model_dir: Path, spec: ModelSpec) -> str | None:
+    """Return what `weights_digest` does if it is cached; None if the weights have to be read."""
+    key, cache = _key(open_checkpoint(model_dir, spec), spec), model_dir / _DIGEST_FILE
+    cached = read_json(cache) if cache.exists() else {}
+    return str(cached["digest"]) if cached.get("key") == key else None
+
+
+def _key(entries: Mapping[str, TensorEntry], spec: ModelSpec) -> list[object]:
+    # The same files hold other executed tensors under another spec (tied or not): key by both.
+    return [spec.architecture, len(entries), *_file_key(entry.path for entry in entries.values())]
 
 
 def _file_key(paths: Iterable[Path]) -> list[list[object]]:

@@ -22,7 +22,7 @@ from kvass.common.config import ClusterConfig
 from kvass.common.errors import Invalid
 from kvass.common.kernels.numerics import NUMERICS, ROTATED, WEIGHTS
 from kvass.common.keys import KEY_BYTES, Canonical, Namespace, namespace_of
-from kvass.common.model.checkpoint import executed_as, weights_digest
+from kvass.common.model.checkpoint import executed_as, kept_digest, weights_digest
 from kvass.common.model.spec import ModelSpec
 
 # What is computed in; `weights` says what a weight's values are, whatever the checkpoint holds.
@@ -55,8 +55,19 @@ def cluster_fields(
     model_dir: Path, spec: ModelSpec, cluster: ClusterConfig
 ) -> dict[str, str | int]:
     """Return what all members must agree on, in words that an operator can act on."""
-    fields = _identity(model_dir, spec, cluster)
+    fields = _identity(model_dir, spec, cluster, weights_digest(model_dir, spec))
     fields["max_model_len"] = max_model_len(spec, cluster)
+    return fields
+
+
+def known_fields(model_dir: Path, spec: ModelSpec, cluster: ClusterConfig) -> dict[str, str | int]:
+    """Return `cluster_fields` as far as they are known before the weights are read: without the
+    weights' digest, if none is kept beside them."""
+    digest = kept_digest(model_dir, spec)
+    fields = _identity(model_dir, spec, cluster, digest or "")
+    fields["max_model_len"] = max_model_len(spec, cluster)
+    if digest is None:
+        del fields["model_weights"]
     return fields
 
 
@@ -71,7 +82,7 @@ def worker_fields(
 
     `key_terms` is the digest of what K is stored by (`model/key_terms.py`).
     """
-    identity = _identity(model_dir, spec, cluster)
+    identity = _identity(model_dir, spec, cluster, weights_digest(model_dir, spec))
     identity |= {"device_kind": device_kind, "model_weights_key_terms": key_terms}
     namespace = namespace_of(dict[str, Canonical](identity))
     return {
@@ -90,7 +101,9 @@ def namespace_in(fields: Mapping[str, str | int]) -> Namespace | None:
     return Namespace(found) if len(found) == KEY_BYTES else None
 
 
-def _identity(model_dir: Path, spec: ModelSpec, cluster: ClusterConfig) -> dict[str, str | int]:
+def _identity(
+    model_dir: Path, spec: ModelSpec, cluster: ClusterConfig, weights: str
+) -> dict[str, str | int]:
     """Everything that changes a bit of stored KV, each under a name of its own."""
     rotated = ROTATED[cluster.kv_dtype]
     return {
@@ -103,7 +116,7 @@ def _identity(model_dir: Path, spec: ModelSpec, cluster: ClusterConfig) -> dict[
         "model_norm": f"rms {spec.rms_norm_eps!r}",
         "model_rope": _rope(spec),
         "model_tokenizer": _file_digest(model_dir / "tokenizer.json"),
-        "model_weights": weights_digest(model_dir, spec),
+        "model_weights": weights,
         "kernels_numerics": NUMERICS,
         "weights": WEIGHTS[executed_as(model_dir, cluster.weights)],
     }
