@@ -22,6 +22,7 @@ from anyio.abc import TaskStatus
 from kvass.common import namesakes, wire
 from kvass.common.clock import RealClock
 from kvass.common.config import DEFAULT_MODEL, ClusterConfig, Config
+from kvass.common.first_look import look
 from kvass.common.keys import Canonical, namespace_of
 from kvass.common.member import Member
 from kvass.common.metrics import RequestMetrics
@@ -81,13 +82,7 @@ async def serve(
     task_status: TaskStatus[str] = anyio.TASK_STATUS_IGNORED,
 ) -> None:
     """Run a gateway until cancelled, then drain it; starts with its `host:port`."""
-    served, fields = await anyio.to_thread.run_sync(load_served, config)
     keys = await anyio.to_thread.run_sync(load_keys, config.gateway.api_keys_file)
-    if keys and not served.salt_secret:
-        _log.warning(
-            "gateway.api_keys_file is set and KVASS_SALT_SECRET is not: tenants' blocks have names "
-            "of their own, which whoever knows a tenant's name and texts can compute"
-        )
     if keys and not keys.operators:
         _log.warning(
             "%s has no [operators]: nobody may look at /v1/cluster, and `kvass status` can not",
@@ -101,6 +96,14 @@ async def serve(
                 "completions, and look at /v1/cluster; gateway.api_keys_file names who has which "
                 "key",
                 config.gateway.host,
+            )
+        # Before the model's facts: where no digest of the weights is kept, they are read for it.
+        await look(config, "gateway", member_id)
+        served, fields = await anyio.to_thread.run_sync(load_served, config)
+        if keys and not served.salt_secret:
+            _log.warning(
+                "gateway.api_keys_file is set and KVASS_SALT_SECRET is not: tenants' blocks have "
+                "names of their own, which whoever knows a tenant's name and texts can compute"
             )
         async with anyio.create_task_group() as told:
             told.start_soon(life.until_cancelled)

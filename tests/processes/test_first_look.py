@@ -127,7 +127,7 @@ def refused(members: Crew, member_id: str, *arguments: str) -> tuple[int, str]:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("role", ["decode", "prefill"])
+@pytest.mark.parametrize("role", ["decode", "prefill", "gateway"])
 async def test_a_member_is_refused_before_it_reads_its_weights(
     members: Crew, short: tuple[str, ...], role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
