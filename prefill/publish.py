@@ -12,7 +12,8 @@ from kvass.kvstore.client.store import StoreClient
 
 PUSH_S = 10.0
 # `full` is an answer: decode frees held blocks as it pulls them, so it is worth asking again for a
-# while; then decode computes what is missing. `busy` means another writer is at it.
+# while; then decode computes what is missing. `busy` means another writer is at it. So often a job
+# may be refused all that it offers, one time after the other: then each block is offered once.
 ATTEMPTS = 6
 BACKOFF_S = 0.05  # doubled each time: 1.6 s in all
 
@@ -27,7 +28,8 @@ class Publishing(Protocol):
 
 class Publisher:
     """One job's queue of full blocks. Mutable fields: `refused` (why blocks are not stored, as far
-    as they were offered), `_queued`, `_pushing`, `_wake`, `_idle`.
+    as they were offered), `_in_vain` (offers in a row of which nothing was stored), `_queued`,
+    `_pushing`, `_wake`, `_idle`.
 
     The queue is bounded by the job's blocks; its slots stay in use by the job meanwhile.
     """
@@ -37,6 +39,7 @@ class Publisher:
         self._request = request
         self._table = table
         self.refused: dict[int, str] = {}
+        self._in_vain = 0
         self._queued: list[int] = []
         self._pushing = False
         self._wake = anyio.Event()
@@ -66,9 +69,7 @@ class Publisher:
             self._wake = anyio.Event()
 
     async def _push(self, run: Publishing, indices: list[int]) -> None:
-        for attempt in range(ATTEMPTS):
-            if attempt:
-                await anyio.sleep(BACKOFF_S * 2 ** (attempt - 1))
+        while True:
             result = await self._store.push(
                 self._table.chain,
                 indices,
@@ -81,5 +82,7 @@ class Publisher:
             self.refused.update(result.refused)
             run.move()
             indices = sorted(result.refused)
-            if not indices:
+            self._in_vain = 0 if result.stored else self._in_vain + 1
+            if not indices or self._in_vain >= ATTEMPTS:
                 return
+            await anyio.sleep(BACKOFF_S * 2 ** max(self._in_vain - 1, 0))
