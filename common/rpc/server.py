@@ -106,8 +106,9 @@ class Call:
 
     async def followed(self, cls: type[M]) -> M:
         """Return what follows the request (`Request.followed_by`), when it has come."""
-        while self._next is None:
+        if self._followed is None:
             self._followed = anyio.Event()
+        if self._next is None:
             await self._followed.wait()
         assert isinstance(self._next, cls)
         return self._next

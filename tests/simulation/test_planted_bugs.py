@@ -242,7 +242,7 @@ BUGS: list[tuple[Plant, int, str]] = [
     (a_jobs_own_wake_up_is_lost, 20, "not done in their time"),
     (a_decode_wake_up_is_lost, 20, "not done in 300 s"),
     (the_salt_is_forgotten, 40, "tokens cached of"),
-    (a_slot_is_reused_while_bytes_move_into_it, 60, "given back while bytes moved into it"),
+    (a_slot_is_reused_while_bytes_move_into_it, 160, "given back while bytes moved into it"),
     (a_block_is_shown_before_it_is_checked, 20, "visible that was not checked"),
     (a_worker_computes_wrong, 60, "audit found"),
     (a_copy_is_taken_unchecked, 60, ""),

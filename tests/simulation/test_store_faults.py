@@ -7,10 +7,8 @@ import pytest
 import trio.testing
 
 from kvass.common.transport.route import Setting
-from kvass.kvstore import messages as m
-from kvass.kvstore.words import packed
 from memory_transport import Attempt, Fault
-from store_sim import LAYOUT, at_rest, chain_of, cluster, faults, pull, push
+from store_sim import at_rest, chain_of, cluster, faults, pull, push
 
 pytestmark = pytest.mark.anyio
 
@@ -151,38 +149,6 @@ async def test_a_writer_that_dies_before_its_commit_blocks_nobody(way: Setting) 
         await anyio.sleep(10)
         counts = await at_rest(sim)
         assert counts["visible_blocks"] == 4 and counts["landing_quarantined_bytes"] == 0
-
-
-async def test_a_writer_that_hangs_after_begin_is_given_up_at_its_deadline() -> None:
-    async with cluster() as sim:
-        sim.add_node("store-0")
-        worker, other = sim.add_worker("a"), sim.add_worker("b")
-        chain = chain_of(4)
-        await worker.store.lookup(chain, [(0, 4)], deadline_s=1)
-        (link,) = worker.store._router.links()
-        await link.ways(deadline_s=1)
-        offer = m.Offer(
-            put_id="hanging",
-            spans=tuple(m.spans_of(chain, [(0, 4)])),
-            namespace=chain.namespace,
-            tenant="",
-            writer="a",
-            token_count=4,
-            block_size=LAYOUT.block_size,
-            head_groups=1,
-            groups=(0, 1),
-            deadline_s=3.0,
-        )
-        put = m.PutRead(offer, worker.memory.addresses(range(4)).tobytes())
-        async with link.asked(put, deadline_s=4, limit_s=4) as asked:
-            await anyio.sleep(2.5)
-            assert await push(other, chain, range(4)) == ()
-            await anyio.sleep(1.0)
-            assert await push(other, chain, range(4)) == ((0, 4),)
-            assert (await asked.reply()).stored == ()
-            await asked.follow(m.PutSums(packed([1] * 4)))  # too late: nobody listens
-        assert len(await worker.store.stats()) == 1
-        await at_rest(sim)
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.15, 0.25])

@@ -99,10 +99,11 @@ class PutCalls:
         order = self._order(request.offer, session, headers)
         try:
             verdicts = self._verdicts(order)
-            judged = await self._read_granted(call, order, verdicts, addresses)
-        finally:
+        except KvassError:  # some may have got their places by then
             self._state.index.put_abort(order.put_id, session, self._state.now_s())
             self._state.notify()
+            raise
+        judged = await self._read_granted(call, order, verdicts, addresses)
         given = partial(_given, headers, verdicts)
         return m.PutDone(
             stored=ranges(judged.stored),
@@ -136,6 +137,7 @@ class PutCalls:
                 return self._judged(call, arrival, announced[places], taken_s)
         finally:
             arrival.discard()
+            self._state.notify()
         return NOTHING
 
     async def _read_parts(self, arrival: Arrival, addresses: Words, order: PutOrder) -> None:
