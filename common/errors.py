@@ -49,6 +49,10 @@ class Unavailable(KvassError):
     http_status = 503
 
 
+class Leaving(Unavailable):
+    """The peer ends in order, and said so: another one may serve, and nothing is wrong."""
+
+
 class DeadlineExceeded(KvassError):
     """The deadline that travelled with the call has passed."""
 

@@ -15,6 +15,7 @@ from kvass.common import namesakes
 from kvass.common.collector import spare_what_is_loaded
 from kvass.common.config import Config, WorkerConfig
 from kvass.common.costs import Costs
+from kvass.common.errors import Leaving
 from kvass.common.executor import ThreadExecutor
 from kvass.common.keys import BlockKey
 from kvass.common.member import Member
@@ -59,7 +60,8 @@ async def serve_calls(
     """Answer calls until cancelled; the cluster and the starter hear of it once we listen, the
     starter with the seconds that opening the engine took. Raises Invalid for a namesake."""
     listener, address = await listen(config.host)
-    server = Server(member.hello, handlers, member.credentials)
+    leaving = Leaving("it is leaving")
+    server = Server(member.hello, handlers, member.credentials, last_words=leaving)
     async with listener, anyio.create_task_group() as tasks:
         tasks.start_soon(accept, listener, server.serve_connection)
         await namesakes.refuse(member)

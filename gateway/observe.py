@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 from kvass.common import errors
@@ -23,6 +24,12 @@ _OUTCOMES: tuple[tuple[type[errors.KvassError], str], ...] = (
 def outcome_of(error: errors.KvassError) -> str:
     """Return the label under which a failed request is counted."""
     return next((name for kind, name in _OUTCOMES if isinstance(error, kind)), "error")
+
+
+def note_failure(log: logging.Logger, error: errors.KvassError, what: str) -> None:
+    """Say what failed at a worker, and goes on at another: no warning where it leaves in order."""
+    is_leave = isinstance(error, errors.Leaving)
+    log.log(logging.INFO if is_leave else logging.WARNING, "%s: %s", what, error)
 
 
 class HitRate:

@@ -28,6 +28,7 @@ from kvass.common.wire import Range
 from kvass.gateway import route
 from kvass.gateway.ask import Ask
 from kvass.gateway.fleet import Fleet, InFlight
+from kvass.gateway.observe import note_failure
 from kvass.gateway.replies import Usage
 
 _log = logging.getLogger(__name__)
@@ -192,7 +193,7 @@ class Session:
                 await self._prefill_on(worker, missing_tokens, attempt)
                 break
             except errors.KvassError as error:
-                _log.warning("prefill %s on %s: %s", self._ask.request_id, worker.member_id, error)
+                note_failure(_log, error, f"prefill {self._ask.request_id} on {worker.member_id}")
             picked = route.pick_prefill(
                 missing_tokens, self._fleet.workers("prefill"), excluded=tried
             )
@@ -244,8 +245,8 @@ class Session:
     async def _tell_over(self, request_id: str, client: Client, flight: InFlight) -> None:
         try:
             await client.call(wire.PrefillOver(request_id), deadline_s=PREFILL_OVER_S)
-        except errors.Invalid:
-            pass  # the request ended meanwhile, and its last delta is on the way
+        except (errors.Invalid, errors.Leaving):
+            pass  # the request ended meanwhile, or its worker does: its stream tells
         except errors.KvassError as error:
             flight.lose(f"it could not be told that prefill is over: {error}")
 
@@ -291,7 +292,7 @@ class Session:
                     return  # lost after its last word
                 if not error.retryable:
                     raise
-                _log.warning("%s on %s: %s", self._ask.request_id, worker.member_id, error)
+                note_failure(_log, error, f"{self._ask.request_id} on {worker.member_id}")
                 failure = error
                 refused = isinstance(error, errors.Overloaded)
                 failures[worker.start_id] += FAILURES_OF_ONE if refused else 1

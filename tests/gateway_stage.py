@@ -76,6 +76,7 @@ class ScriptedWorker:
     before_token: Callable[[int], Awaitable[None]] = _go_on
     before_answer: Callable[[], Awaitable[None]] | None = None
     refusal: errors.KvassError | None = None
+    last_words: errors.KvassError | None = None
     address: str = ""
     own_hello: Hello | None = None
     requests: list[wire.Message] = field(default_factory=list)
@@ -94,7 +95,7 @@ class ScriptedWorker:
             Prefill: self._prefill,
             PrefillOver: self._prefill_over,
         }
-        server = Server(self.hello, handlers, CREDENTIALS)
+        server = Server(self.hello, handlers, CREDENTIALS, last_words=self.last_words)
         listener, self.address = await listen("127.0.0.1")
         with self.scope:
             async with listener:
@@ -102,7 +103,7 @@ class ScriptedWorker:
                 await listener.serve(server.serve_connection)
 
     def die(self) -> None:
-        """As kill -9: every connection is lost."""
+        """As kill -9, unless it has `last_words`: every connection is lost."""
         self.scope.cancel()
 
     async def _note(self, request_id: str, work: Awaitable[None]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import anyio
 import pytest
 
@@ -12,6 +14,38 @@ from test_gateway_session import Reader, a_session, after, an_ask, assert_whole,
 
 pytestmark = pytest.mark.anyio
 WAITS = "r: no other decode worker is ready: waiting up to %g s for one"
+
+
+@pytest.mark.parametrize("last_words", [errors.Leaving("it is leaving"), None])
+async def test_a_worker_that_leaves_in_order_is_no_warning(
+    last_words: errors.Leaving | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither for the stream nor for the prefill job that it had; one that dies is one for each."""
+    caplog.set_level("INFO")
+    async with a_stage(decodes=0) as stage:
+        first = ScriptedWorker("decode", 5, last_words=last_words)
+        filling = ScriptedWorker("prefill", 5, last_words=last_words)
+
+        async def end_after_some(at: int) -> None:
+            if at == 5:
+                await stage.start(ScriptedWorker("decode", 6))
+                first.die()
+                await anyio.sleep_forever()
+
+        first.before_token = end_after_some
+        filling.before_token = lambda at: after(at, 2, filling.die)
+        for worker in (first, filling):
+            await stage.start(worker)
+        reader, _ = await run(stage)
+    assert_whole(reader)
+    lost = "{0} did not answer {1}: the connection was lost"
+    for name, call, of in (("decode-5", "Generate", "r"), ("prefill-5", "Prefill", "prefill r")):
+        said = f"{name} is leaving" if last_words else lost.format(name, call)
+        level = logging.INFO if last_words else logging.WARNING
+        line = ("kvass.gateway.session", level, f"{of} on {name}: {said}")
+        assert line in caplog.record_tuples
+    assert "r resumed on decode-6 after 5 tokens" in caplog.messages
+    assert any(each.levelno > logging.INFO for each in caplog.records) == (not last_words)
 
 
 async def test_a_stream_waits_for_a_worker_to_come_back(caplog: pytest.LogCaptureFixture) -> None:

@@ -89,7 +89,7 @@ class Asked(Generic[R]):
 class Client:
     """One connection to a peer. Open it with `open_client`. Mutable fields: `_waiting`, `_next_id`,
     `_cancels` (ids of calls that the peer must hear are over; at most as many as were open),
-    `_has_cancels`, `closed_because`.
+    `_has_cancels`, `closed_because`, `_is_left` (it was closed by a peer that said that it leaves).
 
     Safe to use from any number of tasks of one event loop.
     """
@@ -103,6 +103,7 @@ class Client:
         self._has_cancels = anyio.Event()
         self.peer = peer
         self.closed_because: str | None = None
+        self._is_left = False
 
     async def call(self, request: Request[R], *, deadline_s: float) -> R:
         """Send a request and return its reply; raises what the peer raised, DeadlineExceeded after
@@ -175,17 +176,21 @@ class Client:
         frame = await answers.next()
         if frame is None:
             reason = self.closed_because or "it answered faster than it was read"
-            raise errors.Unavailable(
-                f"{self._who} did not answer {type(request).__name__}: {reason}"
-            )
+            raise self._gone(f"{self._who} did not answer {type(request).__name__}: {reason}")
         kind, body = frame
         if kind == ERROR:
             raise unpack_error(body)
         return kind, body
 
+    def _gone(self, what: str) -> errors.Unavailable:
+        """Return what a call ends with, for want of a connection."""
+        if self._is_left:
+            return errors.Leaving(f"{self._who} is leaving")
+        return errors.Unavailable(what)
+
     def _begin(self) -> tuple[int, _Answers]:
         if self.closed_because is not None:
-            raise errors.Unavailable(f"{self._who}: {self.closed_because}")
+            raise self._gone(f"{self._who}: {self.closed_because}")
         call_id, self._next_id = self._next_id, self._next_id + 1
         answers = self._waiting[call_id] = _Answers()
         return call_id, answers
@@ -243,6 +248,7 @@ class Client:
         except LOST:
             return "the connection was lost"
         except errors.KvassError as error:
+            self._is_left = isinstance(error, errors.Leaving)
             return str(error)
 
     async def close(self) -> None:

@@ -62,6 +62,7 @@ _ERRORS: Mapping[str, Callable[[str], errors.KvassError]] = {
     cls.__name__: cls
     for cls in (
         errors.Unavailable,
+        errors.Leaving,
         errors.DeadlineExceeded,
         errors.TransferFailed,
         errors.Unauthorized,

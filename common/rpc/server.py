@@ -7,6 +7,7 @@ import errno
 import logging
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -168,7 +169,8 @@ class Server:
     `hello` is what this member says of itself, `credentials` what it proves it with. `handlers`
     maps request classes to handlers; a call that must wait runs in a task of its own, under its
     connection's scope. Only peers that have proved who they are call anything; `on_leave` hears of
-    them alone.
+    them alone. `last_words` is what they are told when this process ends their connections, so that
+    they can tell a leave from a death.
     """
 
     def __init__(
@@ -178,6 +180,7 @@ class Server:
         credentials: Credentials,
         *,
         on_leave: Callable[[Hello], Awaitable[None]] | None = None,
+        last_words: errors.KvassError | None = None,
     ) -> None:
         self._hello = hello
         self._credentials = credentials
@@ -190,6 +193,7 @@ class Server:
             if issubclass(request, Request) and request.followed_by is not None
         }
         self._on_leave = on_leave
+        self._last_words = last_words
 
     async def serve_connection(self, stream: Connection) -> None:
         """Serve one connection until it ends; a bad frame ends it, with the reason sent first."""
@@ -226,6 +230,11 @@ class Server:
                 await self._serve_calls(frames, peer)
         except errors.KvassError as error:
             await _say_why(frames, error)
+        except anyio.get_cancelled_exc_class():
+            if self._last_words is not None:
+                with suppress(*LOST):
+                    await _say_why(frames, self._last_words)
+            raise
         finally:
             if self._on_leave is not None:
                 with anyio.move_on_after(5.0, shield=True):

@@ -99,6 +99,22 @@ def test_members_of_a_bigger_cluster_are_killed_one_by_one() -> None:
         up.until_idle(within_s=30)
 
 
+def test_workers_that_are_stopped_in_order_are_no_warning() -> None:
+    with cluster("--decode", "2") as up:
+        control = Control(up)
+        stopped = a_stream_goes_on_after(up, control.prompt(40, seed=4), signal.SIGTERM)
+        prompt = control.prompt(LONG, seed=5)
+        with ThreadPoolExecutor(1) as threads:
+            asking = threads.submit(up.stream, prompt)
+            up.until(lambda: bool(control.stored(prompt)), "the job's first blocks are stored")
+            up.kill("prefill-0", signal.SIGTERM)
+            asking.result()
+        said = [line for line in up.lines if line.startswith("gateway-0")]
+        for name in (stopped, "prefill-0"):
+            assert any(f" on {name}: {name} is leaving" in line for line in said)
+        assert not [line for line in said if "WARNING" in line]
+
+
 def a_block_of_one_decode_worker_serves_the_other(up: Cluster, control: Control) -> None:
     prompt = control.prompt(200, seed=3)
     first, computed = control.generate("decode-0", prompt, 40)
