@@ -151,13 +151,31 @@ def members_table(members: list[dict[str, Any]]) -> Table:
         # A store node's load is its counts: they have a table of their own.
         load = {} if member.get("role") == "store" else member.get("load") or {}
         table.add_row(
-            *(str(member.get(name, "")) for name in ("role", "id", "pid", "address", "state")),
+            *(str(member.get(name, "")) for name in ("role", "id", "pid", "address")),
+            _state(member),
             ", ".join(
                 f"{name} {shown(name, load[name])}" for name in LOAD_FIELDS if load.get(name)
             ),
             style="dim" if member.get("state") == "lost" else "",
         )
     return table
+
+
+def _state(member: Mapping[str, Any]) -> str:
+    """Return the one word for a member; of a store node that leaves, how far it is."""
+    state = str(member.get("state", ""))
+    if member.get("role") != "store" or state == "lost":
+        return state
+    return leaving_word(member.get("load") or {}) or state
+
+
+def leaving_word(counts: Mapping[str, Any]) -> str:
+    """Return the one word for how far a store node is with leaving; empty while it stays."""
+    if counts.get("drained"):
+        return "drained"
+    if counts.get("draining"):
+        return "held up" if counts.get("drain_held") else "drains"
+    return ""
 
 
 def doubts(members: list[dict[str, Any]]) -> list[str]:

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from kvass.launch.brief import NO_VALUE, brief, brief_size, percent, share
 from kvass.launch.flash_findings import flash
-from kvass.launch.status import shown, table_of
+from kvass.launch.status import leaving_word, shown, table_of
 
 Counts = Mapping[str, Any]
 
@@ -286,11 +286,7 @@ def word_of(node: NodeView) -> str:
     """Return the one word for a node."""
     if node.counts is None:
         return "silent" if node.state == "ready" else node.state or "silent"
-    if node.count("drained"):
-        return "drained"
-    if node.count("draining"):
-        return "held up" if node.count("drain_held") else "drains"
-    return "unwell" if findings(node) else "well"
+    return leaving_word(node.counts) or ("unwell" if findings(node) else "well")
 
 
 def table(nodes: Sequence[NodeView]) -> Table:
