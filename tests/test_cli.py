@@ -186,7 +186,7 @@ def test_status_is_a_table() -> None:
         "gateway",
         "g-0",
         "127.0.0.1:8000",
-        "running 2",
+        "g-0       2",
         "lost",
         "1235",
         "store-7",

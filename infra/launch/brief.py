@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from kvass.launch.status import shown
-
 NO_VALUE = "-"
+FIGURE_CHARACTERS = 5
+
+
+def shown(name: str, value: object) -> str:
+    """Return a value as people read it: bytes in binary units, fractions shortened."""
+    if not isinstance(value, int | float):
+        return str(value)
+    if name.endswith(("_bytes", "_bytes_s")):
+        per_second = "/s" if name.endswith("_s") else ""
+        for unit in ("B", "KiB", "MiB", "GiB"):
+            if value < 999.5:
+                return f"{value:.3g} {unit}{per_second}"
+            value /= 1024
+        return f"{value:.3g} TiB{per_second}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def share(part: int, whole: int) -> float | None:
@@ -21,10 +34,24 @@ def brief(value: float) -> str:
     return f"{value:.3g}T"
 
 
+def figure(name: str, value: object) -> str:
+    """Return a value as `shown` does, where that takes five characters, and else less exactly: a
+    size in seven, any other number in five."""
+    if not isinstance(value, int | float):
+        return str(value)
+    if name.endswith("_bytes"):
+        return brief_size(value)
+    exact = shown(name, value)
+    return exact if len(exact) <= FIGURE_CHARACTERS else brief(value)
+
+
 def brief_size(size_bytes: float) -> str:
     """Return bytes in at most seven characters."""
     number, unit = shown("_bytes", size_bytes).split()
-    return f"{float(number):.3g} {unit}" if float(number) >= 10 else f"{float(number):.2g} {unit}"
+    value = float(number)
+    if value >= 10:
+        return f"{value:.0f} {unit}"
+    return f"{value:.2g} {unit}" if value >= 1 else f"{value:.1g} {unit}"
 
 
 def percent(value: float | None) -> str:

@@ -12,19 +12,22 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kvass.launch.brief import figure
+
 TIMEOUT_S = 10.0
 KEY_VARIABLE = "KVASS_OPERATOR_KEY"  # the environment alone: an option's value is in every `ps`
+MEMBER_COLUMNS = ("role", "id", "pid", "address", "state")
 # What operators look at first, by the names of the nodes' counts; the rest is in /v1/cluster.
-LOAD_FIELDS = (
-    "running",
-    "waiting",
-    "suspended",
-    "used_blocks",
-    "cached_blocks",
-    "total_blocks",
-    "prefill_tokens_s",
-    "step_ms",
-)
+LOAD_COLUMNS = {
+    "running": "running",
+    "waiting": "waiting",
+    "susp.": "suspended",
+    "used": "used_blocks",
+    "cached": "cached_blocks",
+    "blocks": "total_blocks",
+    "tok/s": "prefill_tokens_s",
+    "step ms": "step_ms",
+}
 STORE_COLUMNS = {
     "blocks": "visible_blocks",
     "used": "visible_bytes",
@@ -33,7 +36,7 @@ STORE_COLUMNS = {
     "hits": "hits",
     "misses": "misses",
     "stored": "stored",
-    "evicted": "evictions",
+    "evict.": "evictions",
     "corrupt": "corrupt",
 }
 
@@ -48,6 +51,8 @@ def show_status(url: str, console: Console, *, as_json: bool = False) -> int:
         return 0
     console.print(_headline(cluster), highlight=False, markup=False)
     console.print(members_table(cluster["members"]))
+    if any(shown_load(member) for member in cluster["members"]):
+        console.print(load_table(cluster["members"]))
     for line in [*cluster.get("degraded", []), *doubts(cluster["members"])]:
         console.print(line, style="yellow")
     if cluster.get("store"):
@@ -142,23 +147,43 @@ def root_of(url: str) -> str:
 
 
 def members_table(members: list[dict[str, Any]]) -> Table:
-    """Return the members as a table, in the gateway's order; what is zero is left out."""
+    """Return the members as a table, in the gateway's order."""
     table = table_of("members")
-    for name in ("role", "id", "pid", "address", "state"):
-        table.add_column(name, no_wrap=True, justify="right" if name == "pid" else "left")
-    table.add_column("load", overflow="fold")
+    for name in MEMBER_COLUMNS:
+        if name in ("id", "address"):
+            table.add_column(name, overflow="fold")
+        else:
+            table.add_column(name, no_wrap=True, justify="right" if name == "pid" else "left")
     for member in members:
-        # A store node's load is its counts: they have a table of their own.
-        load = {} if member.get("role") == "store" else member.get("load") or {}
-        table.add_row(
-            *(str(member.get(name, "")) for name in ("role", "id", "pid", "address")),
-            _state(member),
-            ", ".join(
-                f"{name} {shown(name, load[name])}" for name in LOAD_FIELDS if load.get(name)
-            ),
-            style="dim" if member.get("state") == "lost" else "",
-        )
+        cells = (str(member.get(name, "")) for name in MEMBER_COLUMNS[:-1])
+        table.add_row(*cells, _state(member), style=_style(member))
     return table
+
+
+def load_table(members: list[dict[str, Any]]) -> Table:
+    """Return the loads of those who have any, as a table; what is zero is left out."""
+    loads = [(member, shown_load(member)) for member in members]
+    columns = {
+        title: name
+        for title, name in LOAD_COLUMNS.items()
+        if any(name in load for _, load in loads)
+    }
+    table = _counts_table("load", columns)
+    for member, load in loads:
+        if load:
+            table.add_row(*_counts_row(member, load, columns), style=_style(member))
+    return table
+
+
+def shown_load(member: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is shown of a member's load; of a store node nothing, for its load is its counts,
+    which have a table of their own."""
+    load = {} if member.get("role") == "store" else member.get("load") or {}
+    return {name: load[name] for name in LOAD_COLUMNS.values() if load.get(name)}
+
+
+def _style(member: Mapping[str, Any]) -> str:
+    return "dim" if member.get("state") == "lost" else ""
 
 
 def _state(member: Mapping[str, Any]) -> str:
@@ -194,15 +219,33 @@ def doubts(members: list[dict[str, Any]]) -> list[str]:
 
 
 def store_table(nodes: list[dict[str, Any]]) -> Table:
-    """Return the store nodes' counts as a table."""
-    table = table_of("store")
-    table.add_column("id", no_wrap=True)
-    for name in STORE_COLUMNS:
-        table.add_column(name, justify="right", no_wrap=True)
+    """Return the store nodes' counts as a table; of corrupt blocks only where there were any."""
+    columns = {
+        title: name
+        for title, name in STORE_COLUMNS.items()
+        if title != "corrupt" or any(node.get(name) for node in nodes)
+    }
+    table = _counts_table("store", columns)
     for node in nodes:
-        counts = (shown(field, node.get(field, "")) for field in STORE_COLUMNS.values())
-        table.add_row(str(node.get("id", "")), *counts)
+        table.add_row(*_counts_row(node, node, columns))
     return table
+
+
+def _counts_table(title: str, columns: Mapping[str, str]) -> Table:
+    table = table_of(title)
+    table.add_column("id", overflow="fold")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _counts_row(
+    member: Mapping[str, Any], counts: Mapping[str, Any], columns: Mapping[str, str]
+) -> list[str]:
+    """Return a member's id, and its counts in the order of the columns."""
+    return [str(member.get("id", ""))] + [
+        figure(name, counts.get(name, "")) for name in columns.values()
+    ]
 
 
 def table_of(title: str) -> Table:
@@ -216,17 +259,3 @@ def table_of(title: str) -> Table:
         pad_edge=False,
         collapse_padding=True,
     )
-
-
-def shown(name: str, value: object) -> str:
-    """Return a value as people read it: bytes in binary units, fractions shortened."""
-    if not isinstance(value, int | float):
-        return str(value)
-    if name.endswith(("_bytes", "_bytes_s")):
-        per_second = "/s" if name.endswith("_s") else ""
-        for unit in ("B", "KiB", "MiB", "GiB"):
-            if value < 999.5:
-                return f"{value:.3g} {unit}{per_second}"
-            value /= 1024
-        return f"{value:.3g} TiB{per_second}"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

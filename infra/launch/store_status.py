@@ -13,9 +13,9 @@ from typing import Any
 
 from rich.table import Table
 
-from kvass.launch.brief import NO_VALUE, brief, brief_size, percent, share
+from kvass.launch.brief import NO_VALUE, brief, brief_size, percent, share, shown
 from kvass.launch.flash_findings import flash
-from kvass.launch.status import leaving_word, shown, table_of
+from kvass.launch.status import leaving_word, table_of
 
 Counts = Mapping[str, Any]
 
