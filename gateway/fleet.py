@@ -26,6 +26,7 @@ from kvass.common.rpc.dial import Dialer
 from kvass.common.wire import Range
 from kvass.gateway.admission import Admission, Room
 from kvass.gateway.ask import Served
+from kvass.gateway.overview import NO_DECODE, Reason
 from kvass.gateway.route import Affinity, Worker
 
 PATROL_S = 0.25  # a lost peer is given up within the membership's 3 s and this
@@ -201,6 +202,6 @@ class Fleet:
                 return entry.demoted_until_s <= now_s and not table.is_live(entry, now_s)
         return True
 
-    def why_not_ready(self) -> str:
-        """Return why no completion can be served now; empty if one can."""
-        return "" if self.members.live("decode") else "no decode worker is ready"
+    def why_not_ready(self) -> Reason | None:
+        """Return why no completion can be served now; None if one can."""
+        return None if self.members.live("decode") else NO_DECODE

@@ -2,22 +2,36 @@
 
 `wall_s` is the wall clock at `now_s`: people compare what they read with logs. It refuses to know
 who asks; what it says of what is degraded names members and no addresses, for anybody may read it.
+Programs go by a reason's code, which stays what it is; its sentence is for people, and may change.
 """
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 from kvass.common.membership import Entry, NodeTable, Peer, Role
 from kvass.kvstore.placement import copies_of, nodes_of
 
-ABSENT: dict[Role, str] = {
-    "prefill": "no prefill worker is ready: decode workers compute prompts",
-    "store": "no store node is ready: only what a decode worker holds itself is reused",
+
+class Reason(NamedTuple):
+    """Why nothing can be asked, or what is done without."""
+
+    code: str
+    message: str
+
+
+NO_DECODE = Reason("no_decode", "no decode worker is ready")
+ABSENT: dict[Role, Reason] = {
+    "prefill": Reason("no_prefill", "no prefill worker is ready: decode workers compute prompts"),
+    "store": Reason(
+        "no_store", "no store node is ready: only what a decode worker holds itself is reused"
+    ),
 }
-_UNLINKED = (
+_UNLINKED = Reason(
+    "broker_down",
     "the link to the broker is down: what is known goes on, and members that come or go are not "
-    "noticed"
+    "noticed",
 )
 _LOSSES: dict[Role, str] = {
     "prefill": "others compute what it would have computed",
@@ -39,37 +53,45 @@ def members(table: NodeTable, now_s: float, wall_s: float) -> list[dict[str, obj
     return known + lost
 
 
-def degraded(table: NodeTable, now_s: float, wall_s: float) -> list[str]:
+def degraded(table: NodeTable, now_s: float, wall_s: float) -> list[Reason]:
     """Return what is absent, or was lost, that completions do without, at a cost."""
     absent = [cost for role, cost in ABSENT.items() if not table.live(role, now_s)]
     lost = [(each.peer, each.since_s) for each in table.lost(now_s)]
     silent = [(e.peer, e.heard_s) for e in table.entries() if _is_silent(e, table, now_s)]
     losses = [
-        f"{peer.role} {peer.member_id} is lost since {_clock(since_s, now_s, wall_s)}: "
-        f"{_LOSSES[peer.role]}"
+        Reason(
+            f"{peer.role}_lost",
+            f"{peer.role} {peer.member_id} is lost since {_clock(since_s, now_s, wall_s)}: "
+            f"{_LOSSES[peer.role]}",
+        )
         for peer, since_s in lost + silent
     ]
     unlinked = [] if table.is_linked else [_UNLINKED]
     aside = [
-        f"store {entry.peer.member_id} goes on without its flash: see `kvass status --store`"
+        Reason(
+            "flash_off",
+            f"store {entry.peer.member_id} goes on without its flash: see `kvass status --store`",
+        )
         for entry in table.entries()
         if entry.peer.role == "store" and entry.load.get("flash_off")
     ]
     return [*absent, *losses, *aside, *_too_few_copies(table, now_s), *unlinked]
 
 
-def _too_few_copies(table: NodeTable, now_s: float) -> list[str]:
+def _too_few_copies(table: NodeTable, now_s: float) -> list[Reason]:
     nodes = nodes_of(table.live("store", now_s))
     takers = sum(not node.draining for node in nodes)
     copies = copies_of(nodes)
     if not nodes or takers >= copies:
         return []
     if not takers:
-        return ["no store node takes new blocks: what is computed now is not kept"]
-    return [
+        message = "no store node takes new blocks: what is computed now is not kept"
+        return [Reason("no_store_takes", message)]
+    message = (
         f"store.replicas is {copies}, and the store nodes that take blocks are {takers}: there "
         "are fewer copies until more join"
-    ]
+    )
+    return [Reason("few_copies", message)]
 
 
 def _is_silent(entry: Entry, table: NodeTable, now_s: float) -> bool:

@@ -7,7 +7,7 @@ It refuses to know how a completion comes about (exchange, session) and how this
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import anyio
 from fastapi import FastAPI, Request
@@ -102,9 +102,9 @@ def _add_probes(app: FastAPI, fleet: Fleet, registry: CollectorRegistry) -> None
     @app.get("/health")
     async def health() -> Response:
         why_not = fleet.why_not_ready()
-        if why_not:
-            return _json(503, {"status": "unavailable", "reason": why_not})
-        return _json(200, {"status": "ok", "degraded": _degraded(fleet)})
+        if why_not is not None:
+            return _json(503, {"status": "unavailable", "reason": why_not._asdict()})
+        return _json(200, {"status": "ok", "degraded": _told(_degraded(fleet))})
 
     # A function: the member serves the same registry on a port of its own.
     fleet.metrics.running.set_function(lambda: fleet.admission.choices)
@@ -121,6 +121,7 @@ def _add_cluster(app: FastAPI, fleet: Fleet, ours: ClusterConfig, keys: ApiKeys)
     async def cluster(request: Request) -> Response:
         _require_operator(request, keys)
         namespace = fleet.namespace()
+        why_not = fleet.why_not_ready()
         return _json(
             200,
             {
@@ -133,7 +134,7 @@ def _add_cluster(app: FastAPI, fleet: Fleet, ours: ClusterConfig, keys: ApiKeys)
                 # What all keys begin with; empty while no worker is ready.
                 "namespace": namespace.hex() if namespace else "",
                 # As at /health: why nothing can be asked now, and what is done without.
-                "degraded": [why for why in (fleet.why_not_ready(), *_degraded(fleet)) if why],
+                "degraded": _told(([why_not] if why_not else []) + _degraded(fleet)),
                 "members": overview.members(table, fleet.clock.now_s(), time.time()),
                 # One entry a node that answers, with its id.
                 "store": [dict(counts) for counts in await fleet.store.stats(deadline_s=STATS_S)],
@@ -157,8 +158,12 @@ def _add_cluster(app: FastAPI, fleet: Fleet, ours: ClusterConfig, keys: ApiKeys)
         return _json(200, {"forgotten": member_id})
 
 
-def _degraded(fleet: Fleet) -> list[str]:
+def _degraded(fleet: Fleet) -> list[overview.Reason]:
     return overview.degraded(fleet.members.table, fleet.clock.now_s(), time.time())
+
+
+def _told(reasons: Sequence[overview.Reason]) -> list[dict[str, str]]:
+    return [reason._asdict() for reason in reasons]
 
 
 def _require_operator(request: Request, keys: ApiKeys) -> None:

@@ -153,7 +153,7 @@ CLUSTER = {
          "load": {"prefill_tokens_s": 1234.5678}},
     ],
     "store": [{"id": "store-7", "visible_blocks": 12, "visible_bytes": 3 << 20}],
-    "degraded": ["no prefill worker is ready"],
+    "degraded": [{"code": "no_prefill", "message": "no prefill worker is ready"}],
 }  # fmt: skip
 
 

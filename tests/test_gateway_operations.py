@@ -16,6 +16,7 @@ from gateway_stage import ANSWER, MODEL, Stage, a_gateway, until
 from kvass.common.config import GatewayConfig
 from kvass.common.membership import ROLES, NodeTable, Peer, State
 from kvass.gateway import overview
+from kvass.launch.up import _wait_until_whole
 
 pytestmark = pytest.mark.anyio
 TOKENS = len(ANSWER.encode())
@@ -38,7 +39,10 @@ async def test_no_decode_worker_is_503_and_unhealthy() -> None:
         response = await client.post("/v1/completions", json=ASK)
         assert response.status_code == 503 and "retry-after" in response.headers
         health = await client.get("/health")
-        assert health.status_code == 503 and "decode" in health.json()["reason"]
+        assert health.status_code == 503 and health.json()["reason"] == {
+            "code": "no_decode",
+            "message": "no decode worker is ready",
+        }
 
 
 async def test_the_deadline_is_504() -> None:
@@ -114,7 +118,9 @@ async def test_health_cluster_and_metrics(stage: Stage) -> None:
     async with httpx.AsyncClient(base_url=stage.url) as client:
         health = await client.get("/health")
         assert health.status_code == 200
-        assert health.json()["status"] == "ok" and "store" in health.json()["degraded"][0]
+        assert health.json()["status"] == "ok"
+        reason = health.json()["degraded"][0]
+        assert reason["code"] == "no_store" and "no store node is ready" in reason["message"]
         cluster = (await client.get("/v1/cluster")).json()
         text = (await client.get("/metrics")).text
     assert [member["role"] for member in cluster["members"]] == ["prefill", "decode"]
@@ -136,7 +142,8 @@ async def test_a_lost_member_is_shown_until_it_is_forgotten() -> None:
         table, lost = stage.members.table, stage.prefill
         table.saw_gone(lost.hello.start_id)
         health = (await client.get("/health")).json()
-        said = next(each for each in health["degraded"] if "prefill-0" in each)
+        reasons = {each["code"]: each["message"] for each in health["degraded"]}
+        said = reasons["prefill_lost"]
         assert health["status"] == "ok" and lost.address not in str(health)
         assert re.search(r"prefill-0 is lost since \d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ: ", said)
         cluster = (await client.get("/v1/cluster")).json()
@@ -155,7 +162,7 @@ def test_fewer_nodes_than_copies_is_degraded() -> None:
 
     def short(now_s: float) -> list[str]:
         said = overview.degraded(table, now_s, 1e9)
-        return [each for each in said if "store.replicas" in each]
+        return [each.message for each in said if each.code == "few_copies"]
 
     def node(name: str, **details: int) -> None:
         state: State = "ready"
@@ -172,7 +179,7 @@ def test_fewer_nodes_than_copies_is_degraded() -> None:
     table.saw_gone("b")
     assert len(short(0.0)) == 1
     assert any(
-        "store b is lost since 2001-09-09T01:46:40Z" in e
+        e.code == "store_lost" and "store b is lost since 2001-09-09T01:46:40Z" in e.message
         for e in overview.degraded(table, 0.0, 1e9)
     )
 
@@ -182,14 +189,31 @@ def test_a_link_that_is_down_and_a_flash_that_is_gone_are_degraded() -> None:
     table.link_up(-60.0)
     table.saw_presence(Peer("store", "a", "a", "h", 1, "ready", 1.0, "a:1"), 0.0)
     table.saw_load("a", {"flash_off": 1}, 0.0)
-    said = overview.degraded(table, 0.0, 1e9)
-    assert any("store a goes on without its flash" in each for each in said)
-    assert not any("broker" in each for each in said)
+    said = dict(overview.degraded(table, 0.0, 1e9))
+    assert "store a goes on without its flash" in said["flash_off"]
+    assert "broker_down" not in said
     table.saw_load("a", {"visible_blocks": 1}, 1.0)
     table.link_down()
-    said = overview.degraded(table, 1.0, 1e9)
-    assert any("the link to the broker is down" in each for each in said)
-    assert not any("flash" in each for each in said)
+    said = dict(overview.degraded(table, 1.0, 1e9))
+    assert "the link to the broker is down" in said["broker_down"]
+    assert "flash_off" not in said
+
+
+async def test_up_waits_for_codes_and_knows_no_sentence() -> None:
+    """Of the roles that it started; what else is degraded holds it up no longer."""
+    others = [{"code": "no_store", "message": "nobody started one"}]
+    waiting = [{"code": "no_prefill", "message": "in other words"}, *others]
+    answers = [waiting, waiting, others]
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        assert request.url.path == "/health"
+        return httpx.Response(200, json={"status": "ok", "degraded": answers.pop(0)})
+
+    transport = httpx.MockTransport(answer)
+    with anyio.fail_after(5):
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            await _wait_until_whole(client, {overview.ABSENT["prefill"].code})
+    assert answers == []
 
 
 async def test_draining_lets_answers_end() -> None:

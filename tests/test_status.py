@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.table import Table
 
+from kvass.gateway import overview
 from kvass.launch import status, store_status
 from kvass.launch.brief import figure
 from kvass.launch.status import load_table, members_table, show_status, store_table
@@ -77,7 +78,7 @@ def a_busy_cluster() -> dict[str, Any]:
         "weights": "native",
         "kv_dtype": "fp8",
         "broker": "192.168.100.200:34819",
-        "degraded": ["no prefill worker is ready: decode workers compute prompts"],
+        "degraded": [overview.ABSENT["prefill"]._asdict()],
         "members": [
             named("gateway", load={"running": 512}),
             named("prefill", state="lost", load=BUSY),

@@ -53,7 +53,8 @@ def show_status(url: str, console: Console, *, as_json: bool = False) -> int:
     console.print(members_table(cluster["members"]))
     if any(shown_load(member) for member in cluster["members"]):
         console.print(load_table(cluster["members"]))
-    for line in [*cluster.get("degraded", []), *doubts(cluster["members"])]:
+    costs = [reason["message"] for reason in cluster.get("degraded", [])]
+    for line in [*costs, *doubts(cluster["members"])]:
         console.print(line, style="yellow")
     if cluster.get("store"):
         console.print(store_table(cluster["store"]))

@@ -218,7 +218,7 @@ class _Supervisor:
             await _wait_until_healthy(client)
             roles = {member.role for member in self._members}
             with anyio.move_on_after(WHOLE_TIMEOUT_S):
-                await _wait_until_whole(client, {ABSENT[r] for r in roles if r in ABSENT})
+                await _wait_until_whole(client, {ABSENT[r].code for r in roles if r in ABSENT})
         self._output.say(self._where_time_went())
         self._output.say(f"kvass ready: {url}")
 
@@ -354,11 +354,12 @@ async def _wait_until_healthy(client: httpx.AsyncClient) -> None:
 
 
 async def _wait_until_whole(client: httpx.AsyncClient, awaited: set[str]) -> None:
-    """Wait until the gateway has heard of every kind of member that was started: until it says
-    nothing more that is `awaited` to end."""
+    """Wait until the gateway has heard of every kind of member that was started: until none of the
+    reasons that it gives has a code that is `awaited` to go."""
     while True:
         with suppress(httpx.HTTPError, ValueError):  # it is ending: whoever watches it knows
-            if awaited.isdisjoint((await client.get("/health")).json().get("degraded", [])):
+            reasons = (await client.get("/health")).json().get("degraded", [])
+            if awaited.isdisjoint(reason["code"] for reason in reasons):
                 return
         await anyio.sleep(HEALTH_INTERVAL_S)
 

@@ -87,7 +87,7 @@ def the_last_node_dies_in_mid_job(up: Cluster, control: Control, last: str) -> N
         after = threads.submit(up.ask, next_one)
         answers = [asking.result(), after.result()]
     until_lost(up, last)
-    assert "store" in up.http.get("/health").json()["degraded"][0]
+    assert up.http.get("/health").json()["degraded"][0]["code"] == "no_store"
     control.forget()
     for each, answer in zip((prompt, next_one), answers, strict=True):
         without = up.ask(each)

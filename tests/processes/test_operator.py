@@ -87,7 +87,7 @@ def test_a_node_that_was_killed_is_lost_until_it_is_back_or_forgotten(desk: Desk
     assert ran.returncode == 1, ran.stderr
     assert f"store-1 is lost: nothing was heard of it since {since}" in ran.stdout
     assert "store-0 shall keep 2 copies of each block (store.replicas)" in ran.stdout
-    said = desk.gateway.overview()["degraded"]
+    said = [each["message"] for each in desk.gateway.overview()["degraded"]]
     assert any(each.startswith(f"store store-1 is lost since {since}: ") for each in said)
     assert any("store.replicas is 2" in each for each in said)
     assert status.forget(desk.gateway.url, "store-0", Console()) == 1
