@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import anyio
 import msgspec
 import pytest
 
-from kvass.common.config import TransportConfig
 from kvass.common.errors import DeadlineExceeded, Invalid, TransferFailed, Unavailable
-from kvass.common.transport.endpoints import Endpoints
 from kvass.common.transport.identity import own_identity
 from kvass.common.transport.seam import EndpointCard
 from kvass.common.transport.tcp import TcpTransport
-from transport_peer import BLOCK, Bytes, Peer, address_of, memory, open_over, whole
+from transport_peer import BLOCK, Pair, Peer, a_pair, address_of, whole
 
 pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
@@ -24,25 +22,13 @@ SIZE = 8 * MIB
 
 
 @pytest.fixture
-def peer() -> Iterator[Peer]:
-    other = Peer(SIZE, fill=7)
-    yield other
-    other.kill()
+async def pair() -> AsyncIterator[Pair]:
+    async with a_pair(SIZE) as both:
+        yield both
 
 
-@pytest.fixture
-def array() -> Bytes:
-    return memory(SIZE, 5)
-
-
-@pytest.fixture
-async def own(array: Bytes) -> AsyncIterator[Endpoints]:
-    endpoints = await open_over(array, TransportConfig(landing_bytes=SIZE))
-    yield endpoints
-    endpoints.close()
-
-
-async def test_strangers_with_the_same_pid_are_refused(peer: Peer, own: Endpoints) -> None:
+async def test_strangers_with_the_same_pid_are_refused(pair: Pair) -> None:
+    peer, own, _ = pair
     reader = own.reader
     assert reader is not None
     other = Peer(4 * MIB, fill=1)
@@ -64,9 +50,8 @@ async def test_strangers_with_the_same_pid_are_refused(peer: Peer, own: Endpoint
         other.kill()
 
 
-async def test_a_card_of_an_older_generation_reaches_nothing(
-    peer: Peer, own: Endpoints, array: Bytes
-) -> None:
+async def test_a_card_of_an_older_generation_reaches_nothing(pair: Pair) -> None:
+    peer, own, array = pair
     old, tag, address = await peer.ask("lend", MIB)
     assert await peer.ask("take", 0.01) == "DeadlineExceeded"
     new, new_tag, new_address = await peer.ask("lend", MIB)
@@ -84,9 +69,10 @@ async def test_a_card_of_an_older_generation_reaches_nothing(
 
 
 async def test_the_first_writes_of_a_card_begin_together(
-    peer: Peer, own: Endpoints, array: Bytes, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each finds the card unknown; whoever comes second must not end the first one's write."""
+    peer, own, array = pair
     attach = TcpTransport._attach
 
     def late_attach(self: TcpTransport, card: EndpointCard) -> None:

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 
 import anyio
 import msgspec
@@ -16,12 +16,11 @@ import pytest
 
 from kvass.common import checksum
 from kvass.common.checksum import Sums
-from kvass.common.config import TransportConfig
 from kvass.common.errors import DeadlineExceeded, Invalid, TransferFailed, Unavailable
 from kvass.common.transport import loans
 from kvass.common.transport.endpoints import Endpoints
 from kvass.common.transport.seam import Copies, Transport
-from transport_peer import BLOCK, Bytes, Peer, address_of, listening, memory, open_over, whole
+from transport_peer import BLOCK, Bytes, Pair, Peer, a_pair, address_of, listening, whole
 
 pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
@@ -30,22 +29,9 @@ SIZE = 128 * MIB  # takes TCP 40 ms or more: long enough to interrupt
 
 
 @pytest.fixture
-def peer() -> Iterator[Peer]:
-    other = Peer(SIZE, fill=7)
-    yield other
-    other.kill()
-
-
-@pytest.fixture
-def array() -> Bytes:
-    return memory(SIZE, 5)
-
-
-@pytest.fixture
-async def own(array: Bytes) -> AsyncIterator[Endpoints]:
-    endpoints = await open_over(array, TransportConfig(landing_bytes=SIZE))
-    yield endpoints
-    endpoints.close()
+async def pair() -> AsyncIterator[Pair]:
+    async with a_pair(SIZE) as both:
+        yield both
 
 
 def reader_of(endpoints: Endpoints) -> Transport:
@@ -72,9 +58,8 @@ def blocks(array: Bytes, peer: Peer, count: int) -> Copies:
     return Copies(offsets + local, offsets[::-1] + remote, sizes)
 
 
-async def test_read_on_the_same_host_brings_the_right_bytes(
-    peer: Peer, own: Endpoints, array: Bytes
-) -> None:
+async def test_read_on_the_same_host_brings_the_right_bytes(pair: Pair) -> None:
+    peer, own, array = pair
     assert await own.way_to(peer.card) == "read"
     await peer.ask("fill_blocks", BLOCK)
     found, right = array[: 64 * BLOCK].reshape(64, BLOCK), np.arange(64, dtype=np.uint8)[::-1]
@@ -87,9 +72,8 @@ async def test_read_on_the_same_host_brings_the_right_bytes(
     assert (array[64 * BLOCK :] == 5).all()
 
 
-async def test_write_over_tcp_brings_the_right_bytes(
-    peer: Peer, own: Endpoints, array: Bytes
-) -> None:
+async def test_write_over_tcp_brings_the_right_bytes(pair: Pair) -> None:
+    peer, own, array = pair
     card, tag, address = await peer.ask("lend", 64 * BLOCK)
     array[: 64 * BLOCK] = np.repeat(np.arange(64, dtype=np.uint8), BLOCK)
     peer.tell("take", 5.0)
@@ -103,7 +87,8 @@ async def test_write_over_tcp_brings_the_right_bytes(
 
 
 @pytest.mark.fault(number=3)
-async def test_killed_peer_is_noticed_in_mid_read(peer: Peer, own: Endpoints, array: Bytes) -> None:
+async def test_killed_peer_is_noticed_in_mid_read(pair: Pair) -> None:
+    peer, own, array = pair
     reader = reader_of(own)
     await reader.attach(peer.card)
     killed_at: list[float] = []
@@ -126,9 +111,8 @@ async def test_killed_peer_is_noticed_in_mid_read(peer: Peer, own: Endpoints, ar
         await reader.attach(msgspec.structs.replace(peer.card, generation=1))
 
 
-async def test_killed_peer_is_noticed_in_mid_write(
-    peer: Peer, own: Endpoints, array: Bytes
-) -> None:
+async def test_killed_peer_is_noticed_in_mid_write(pair: Pair) -> None:
+    peer, own, array = pair
     await write_to(peer, own, array, MIB)
     card, tag, address = await peer.ask("lend", SIZE)
     await own.writer.attach(card)
@@ -150,7 +134,8 @@ async def test_killed_peer_is_noticed_in_mid_write(
 
 @pytest.mark.fault(number=2)
 @pytest.mark.fault(number=3)
-async def test_stopped_writer_lands_no_late_byte(peer: Peer, own: Endpoints) -> None:
+async def test_stopped_writer_lands_no_late_byte(pair: Pair) -> None:
+    peer, own, _ = pair
     loan = await own.landing.lend(SIZE)
     assert loan is not None
     peer.tell("write", loan.card, loan.tag, loan.address, SIZE, 20.0)
@@ -195,7 +180,8 @@ async def write_to(peer: Peer, own: Endpoints, array: Bytes, size: int) -> None:
 
 @pytest.mark.fault(number=2)
 @pytest.mark.fault(number=3)
-async def test_stopped_landing_gets_no_late_byte(peer: Peer, own: Endpoints, array: Bytes) -> None:
+async def test_stopped_landing_gets_no_late_byte(pair: Pair) -> None:
+    peer, own, array = pair
     await write_to(peer, own, array, MIB)
     await peer.ask("fill", 7)
     card, tag, address = await peer.ask("lend", SIZE)
@@ -235,7 +221,8 @@ async def test_stopped_landing_gets_no_late_byte(peer: Peer, own: Endpoints, arr
     assert await peer.ask("values") == [3]
 
 
-async def test_stopped_reader_gets_no_late_byte(peer: Peer, own: Endpoints, array: Bytes) -> None:
+async def test_stopped_reader_gets_no_late_byte(pair: Pair) -> None:
+    peer, own, array = pair
     peer.tell("read", own.card(), address_of(array), SIZE, 0.2)
     await anyio.sleep(0.01)
     peer.stop()
@@ -248,7 +235,8 @@ async def test_stopped_reader_gets_no_late_byte(peer: Peer, own: Endpoints, arra
     assert await peer.ask("values") == [9]
 
 
-async def test_stopped_holder_can_be_read(peer: Peer, own: Endpoints, array: Bytes) -> None:
+async def test_stopped_holder_can_be_read(pair: Pair) -> None:
+    peer, own, array = pair
     reader = reader_of(own)
     await reader.attach(peer.card)
     peer.stop()
@@ -258,7 +246,8 @@ async def test_stopped_holder_can_be_read(peer: Peer, own: Endpoints, array: Byt
     peer.go_on()
 
 
-async def test_cancelled_read_writes_nothing_more(peer: Peer, own: Endpoints, array: Bytes) -> None:
+async def test_cancelled_read_writes_nothing_more(pair: Pair) -> None:
+    peer, own, array = pair
     reader = reader_of(own)
     await reader.attach(peer.card)
     copies = whole(address_of(array), peer.address, SIZE)
@@ -270,9 +259,8 @@ async def test_cancelled_read_writes_nothing_more(peer: Peer, own: Endpoints, ar
     assert (array == 9).all()
 
 
-async def test_cancelled_write_reads_its_source_no_more(
-    peer: Peer, own: Endpoints, array: Bytes
-) -> None:
+async def test_cancelled_write_reads_its_source_no_more(pair: Pair) -> None:
+    peer, own, array = pair
     await write_to(peer, own, array, MIB)
     card, tag, address = await peer.ask("lend", SIZE)
     await own.writer.attach(card)
@@ -291,9 +279,8 @@ async def test_cancelled_write_reads_its_source_no_more(
     assert await peer.ask("take", 0.3) == "DeadlineExceeded"
 
 
-async def test_ranges_outside_registered_memory_are_refused(
-    peer: Peer, own: Endpoints, array: Bytes
-) -> None:
+async def test_ranges_outside_registered_memory_are_refused(pair: Pair) -> None:
+    peer, own, array = pair
     reader, start_id = reader_of(own), peer.card.start_id
     await reader.attach(peer.card)
     base = address_of(array)
@@ -310,9 +297,8 @@ async def test_ranges_outside_registered_memory_are_refused(
     assert await peer.ask("take", 5.0) == "done"
 
 
-async def test_data_ports_are_lazy_and_on_loopback(
-    peer: Peer, own: Endpoints, array: Bytes
-) -> None:
+async def test_data_ports_are_lazy_and_on_loopback(pair: Pair) -> None:
+    peer, own, array = pair
     before = listening(os.getpid())
     await reader_of(own).attach(peer.card)
     copies = whole(address_of(array), peer.address, MIB)
@@ -324,7 +310,8 @@ async def test_data_ports_are_lazy_and_on_loopback(
         assert ports and {address for address, _ in ports} == {"127.0.0.1"}
 
 
-async def test_an_idle_process_uses_no_cpu(peer: Peer, own: Endpoints, array: Bytes) -> None:
+async def test_an_idle_process_uses_no_cpu(pair: Pair) -> None:
+    peer, own, array = pair
     await write_to(peer, own, array, MIB)
     await own.way_to(peer.card)
 

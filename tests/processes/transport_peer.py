@@ -10,8 +10,10 @@ import mmap
 import multiprocessing
 import os
 import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -111,6 +113,29 @@ class Peer:
     def kill(self) -> None:
         self.process.kill()
         self.process.join()
+
+
+class Pair(NamedTuple):
+    """A second process, and this one's endpoints over memory of its own."""
+
+    peer: Peer
+    own: Endpoints
+    array: Bytes
+
+
+@asynccontextmanager
+async def a_pair(size: int) -> AsyncIterator[Pair]:
+    """Open both, with `size` bytes each: the peer's are all 7, the own all 5."""
+    peer = Peer(size, fill=7)
+    try:
+        array = memory(size, 5)
+        own = await open_over(array, TransportConfig(landing_bytes=size))
+        try:
+            yield Pair(peer, own, array)
+        finally:
+            own.close()
+    finally:
+        peer.kill()
 
 
 class _Served:
