@@ -185,10 +185,12 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class PutDone(Message, frozen=True, tag="put_done"):
     """What became of each block. `stored`: in place and right. `corrupt`: other bytes arrived than
-    were announced. In no list: the transfer failed, or the put was over."""
+    were announced. `failed`: none arrived, or the put was over. In no list: this node takes nothing
+    new."""
 
     stored: Ranges
     corrupt: Ranges
+    failed: Ranges
     visible: Ranges
     busy: Ranges
     full: Ranges

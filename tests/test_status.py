@@ -118,6 +118,16 @@ def test_ids_and_addresses_that_are_longer_still_are_folded_not_cut() -> None:
         assert sum(map(len, cells)) == 64
 
 
+@pytest.mark.parametrize("address", ["[::1]:8000", "[fd00:1234:ab::1]:65535"])
+def test_an_ipv6_address_is_no_markup(address: str) -> None:
+    (row,) = (
+        each
+        for each in printed(members_table([a_member("decode", address=address)]))
+        if "decode-0" in each
+    )
+    assert row.split()[-2:] == [address, "ready"]
+
+
 def test_what_nobody_has_has_no_column() -> None:
     idle = a_member("decode", load={"running": 0, "total_blocks": 13_164, "step_ms": 9.135})
     lines = [line.split() for line in printed(load_table([a_member("store", load=BUSY), idle]))]

@@ -11,6 +11,7 @@ import httpx
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kvass.launch.brief import figure
 
@@ -49,7 +50,7 @@ def show_status(url: str, console: Console, *, as_json: bool = False) -> int:
     if as_json:
         console.print_json(data=cluster)
         return 0
-    console.print(_headline(cluster), highlight=False, markup=False)
+    console.print(_headline(cluster), highlight=False, markup=False, emoji=False)
     console.print(members_table(cluster["members"]))
     if any(shown_load(member) for member in cluster["members"]):
         console.print(load_table(cluster["members"]))
@@ -156,7 +157,8 @@ def members_table(members: list[dict[str, Any]]) -> Table:
         else:
             table.add_column(name, no_wrap=True, justify="right" if name == "pid" else "left")
     for member in members:
-        cells = (str(member.get(name, "")) for name in MEMBER_COLUMNS[:-1])
+        # As they are: to rich, brackets of an IPv6 address are markup, and `:1234:` an emoji.
+        cells = (Text(str(member.get(name, ""))) for name in MEMBER_COLUMNS[:-1])
         table.add_row(*cells, _state(member), style=_style(member))
     return table
 

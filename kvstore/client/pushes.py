@@ -104,10 +104,10 @@ class _Put:
             sums = await self.transfers.hashed(places)
             await asked.follow(m.PutSums(checksums=sums.tobytes()))
             done = await asked.reply()
-        answers = done.visible, done.busy, done.full, done.stored, done.corrupt
-        visible, busy, full, stored, corrupt = self.link.told(self.slots, *answers)
+        answers = done.visible, done.busy, done.full, done.stored, done.corrupt, done.failed
+        visible, busy, full, stored, corrupt, failed = self.link.told(self.slots, *answers)
         self._note_answered(visible, busy, full)
-        self._note(self.slots.keys() - visible - busy - full, stored, corrupt)
+        self._note(stored | corrupt | failed, stored, corrupt)
 
     async def write_loan(self, terms: PutTerms) -> None:
         """Write what the node grants into its loan and commit it, or abort."""

@@ -90,7 +90,7 @@ class Disturbance:
                 raise
             finally:
                 took_s = anyio.current_time() - begun_s
-                if took_s >= getattr(call.request, "deadline_s", math.inf) and cls is not m.Wait:
+                if took_s >= _deadline_s(call.request) and cls is not m.Wait:
                     self._note("call late", f"{member_id} {cls.__name__}{_named(call.request)}")
             said = "" if reply is None else f": {_short(reply)}"
             self._record.note(f"{member_id} did {call.peer.member_id} {cls.__name__}{said}")
@@ -141,7 +141,14 @@ class Disturbance:
 def _named(request: Message) -> str:
     """Which job, request, put, lease or owner a call is about."""
     names = ("request_id", "job_id", "put_id", "lease_id", "owner")
-    return "".join(f" {getattr(request, name)}" for name in names if hasattr(request, name))
+    about = request.offer if isinstance(request, m.PutRead | m.PutBegin) else request
+    return "".join(f" {getattr(about, name)}" for name in names if hasattr(about, name))
+
+
+def _deadline_s(request: Message) -> float:
+    """How long a call may take."""
+    about = request.offer if isinstance(request, m.PutRead | m.PutBegin) else request
+    return getattr(about, "deadline_s", math.inf)
 
 
 def _short(reply: Message) -> str:

@@ -43,6 +43,20 @@ async def test_corrupt_transfers_are_never_visible(way: Setting) -> None:
         assert worker.store.counts["push_corrupt"] >= 2
 
 
+async def test_a_node_that_takes_nothing_new_has_failed_no_put(way: Setting) -> None:
+    """It has told so before anything moved: with no other node, the store is unavailable."""
+    async with cluster() as sim:
+        node = sim.add_node("store-0", setting=way)
+        worker = sim.add_worker(setting=way)
+        chain = chain_of(4)
+        await push(worker, chain, range(2))
+        node.index.draining = True
+        assert await push(worker, chain, range(4)) == ((0, 2),)
+        assert worker.store.counts["push_unavailable"] == 2
+        assert worker.store.counts["push_failed"] == 0
+        await at_rest(sim)
+
+
 async def test_a_failed_pull_is_a_miss(way: Setting) -> None:
     async with cluster() as sim:
         sim.add_node("store-0", setting=way)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from kvass.common.block import BlockHeader
 from kvass.common.checksum import Sums, Words
 from kvass.common.errors import Invalid, KvassError, Unavailable
+from kvass.common.keys import indices_of
 from kvass.common.rpc.server import Call, Handler
 from kvass.common.transport.route import Way
 from kvass.common.wire import Done, Message
@@ -108,6 +109,7 @@ class PutCalls:
         return m.PutDone(
             stored=ranges(judged.stored),
             corrupt=ranges(judged.corrupt),
+            failed=_lacking(given("granted"), judged),
             visible=given("visible"),
             busy=given("busy"),
             full=given("full"),
@@ -368,6 +370,11 @@ def _given(
     if verdict not in verdicts:
         return ()
     return ranges([h.index for h, v in zip(headers, verdicts, strict=True) if v == verdict])
+
+
+def _lacking(granted: m.Ranges, judged: Judged) -> m.Ranges:
+    """Return which of the blocks that were granted did not come."""
+    return ranges(set(indices_of(granted)).difference(judged.stored, judged.corrupt))
 
 
 def _sums_of(data: bytes, blocks: int, groups: range, what: str) -> Words:
