@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import anyio
+import msgspec
 import pytest
 import trio.testing
 
@@ -117,6 +118,24 @@ async def test_checksums_of_another_number_of_blocks_store_nothing(count: int) -
                 await asked.reply()
         assert node.node.counts()["writing_blocks"] == 0
         assert await push(worker, chain, range(4)) == ((0, 4),)
+        await at_rest(sim)
+
+
+async def test_a_commit_of_blocks_that_its_loan_is_not_for_is_refused() -> None:
+    """The same put was asked for again, for another block."""
+    async with cluster() as sim:
+        node = sim.add_node("store-0", setting="tcp")
+        worker = sim.add_worker("a", setting="tcp")
+        chain, link = chain_of(2), await attached(worker)
+        first = put_of(worker, chain, 1, put_id="grown").offer
+        for blocks, granted in ((1, ((0, 1),)), (2, ())):
+            offer = msgspec.structs.replace(first, spans=tuple(m.spans_of(chain, [(0, blocks)])))
+            assert (await link.call(m.PutBegin(offer), deadline_s=1)).granted == granted
+        commit = m.PutCommit("grown", tuple(chain.keys[:2]), packed([1, 1]), 1.0)
+        with pytest.raises(Invalid, match="its loan has no room for"):
+            await link.call(commit, deadline_s=1)
+        await anyio.sleep(10)
+        assert node.node.counts()["writing_blocks"] == 0
         await at_rest(sim)
 
 

@@ -301,6 +301,8 @@ class PutCalls:
             return m.PutStored(stored=(), corrupt=())
         if lent.session != session:
             raise Invalid(f"put_commit: {request.put_id!r} is another writer's")
+        if not lent.offsets.keys() >= set(request.keys):
+            raise Invalid("put_commit: it names blocks that its loan has no room for")
         announced = _sums_of(request.checksums, len(request.keys), lent.groups, "put_commit")
         begun_s = self._state.now_s()
         arrival, there = self._arrival(request.put_id, session, request.keys)
