@@ -3,9 +3,9 @@
     same host   put_read: the node reads the slots, which this sums meanwhile; it compares
     TCP         put_begin ─> a loan     write the slots into it, put_commit: it checks
 
-A loan that is not committed is aborted, whatever happened, so that its blocks are writable again
-at once; when that cannot be said either, the node finds out by the end of the connection or the
-deadline.
+A put that is not over is aborted, whatever happened, so that its blocks are writable again at once
+(that its call is cancelled, the node may hear later than of the next put); when that cannot be said
+either, the node finds out by the end of the connection or the deadline.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ async def push(
                     wanted = {index: slots[index] for index in own}
                     put = _Put(transfers, link, chain, wanted, link.now_s() + left_s, outcome)
                     whose = replace(terms, tenant=tenant)
-                    await (put.write_loan(whose) if landed else put.let_read(whose))
+                    await put.run(whose, landed=landed)
 
         landed = ways.put_way == "write"
         await transfers.in_lanes(sorted(slots), move, landed=landed)
@@ -95,10 +95,19 @@ class _Put:
     def _left_s(self) -> float:
         return max(self.ends_s - self.link.now_s(), 1e-3)
 
-    async def let_read(self, terms: PutTerms) -> None:
-        """Let the node read the slots; sum them meanwhile, and say at once what it must find."""
-        places = self.transfers.places(list(self.slots.values()))
+    async def run(self, terms: PutTerms, *, landed: bool) -> None:
+        """Let the node read what it grants, or write it into its loan; or abort."""
         offer = self._offer(terms)
+        try:
+            self._over = await (self._write_loan(offer) if landed else self._let_read(offer))
+        finally:
+            if not self._over:
+                await self.link.tell(m.PutAbort(put_id=offer.put_id, started=self._started))
+
+    async def _let_read(self, offer: m.Offer) -> bool:
+        """Let the node read the slots; sum them meanwhile, and say at once what it must find. When
+        it has answered, nothing is left to abort."""
+        places = self.transfers.places(list(self.slots.values()))
         request, left_s = m.PutRead(offer, places.tobytes()), offer.deadline_s
         async with self.link.asked(request, deadline_s=left_s, limit_s=TRANSFER_S) as asked:
             sums = await self.transfers.hashed(places)
@@ -108,15 +117,7 @@ class _Put:
         visible, busy, full, stored, corrupt, failed = self.link.told(self.slots, *answers)
         self._note_answered(visible, busy, full)
         self._note(stored | corrupt | failed, stored, corrupt)
-
-    async def write_loan(self, terms: PutTerms) -> None:
-        """Write what the node grants into its loan and commit it, or abort."""
-        offer = self._offer(terms)
-        try:
-            self._over = await self._write_loan(offer)
-        finally:
-            if not self._over:
-                await self.link.tell(m.PutAbort(put_id=offer.put_id, started=self._started))
+        return True
 
     async def _write_loan(self, offer: m.Offer) -> bool:
         """Ask for places, and sum the slots meanwhile: nearly all that is pushed is granted. Then

@@ -187,3 +187,18 @@ async def test_cancelled_transfers_leave_nothing(way: Setting, delay_s: float) -
         assert landing is not None
         assert landing.landing.counts()["free"] == landing.landing.counts()["total"]
         assert node.node.counts()["landing_quarantined_bytes"] == 0
+
+
+async def test_what_was_cancelled_can_be_pushed_again_at_once(way: Setting) -> None:
+    async with cluster() as sim:
+        sim.add_node("store-0", setting=way)
+        worker = sim.add_worker(setting=way)
+        chain = chain_of(4)
+        sim.fabric.fault = lambda attempt: Fault(delay_s=0.3)
+        with anyio.move_on_after(0.1):
+            await push(worker, chain, range(4))
+        sim.fabric.fault = lambda attempt: Fault()
+        assert await push(worker, chain, range(4)) == ((0, 4),)
+        assert await pull(worker, chain, range(4)) == {0, 1, 2, 3}
+        await anyio.sleep(1)
+        await at_rest(sim)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import anyio
 import msgspec
 import pytest
 import trio.testing
 
 from kvass.common.checksum import sum_ranges
-from kvass.common.errors import Invalid
+from kvass.common.errors import Invalid, KvassError
 from kvass.common.keys import Chain
 from kvass.kvstore import messages as m
 from kvass.kvstore.links import NodeLink
 from kvass.kvstore.words import packed
+from memory_transport import Fault
 from store_sim import LAYOUT, Worker, at_rest, chain_of, cluster, pull, push
 
 pytestmark = pytest.mark.anyio
@@ -150,4 +153,32 @@ async def test_a_writer_that_leaves_its_put_frees_it_at_once() -> None:
         await anyio.sleep(0.01)
         assert node.node.counts()["writing_blocks"] == 0
         assert await push(other, chain, range(4)) == ((0, 4),)
+        await at_rest(sim)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.1, 0.3])
+@pytest.mark.parametrize("end", ["cancel", "cut", "twice", "garbage", "again"])
+async def test_whatever_ends_a_put_its_blocks_are_free(end: str, after_s: float) -> None:
+    async with cluster() as sim:
+        sim.add_node("store-0", blocks=4)
+        worker, other = sim.add_worker("a"), sim.add_worker("b")
+        chain, wrong = chain_of(4), m.PutSums(packed([1] * 4))
+        link, put = await attached(worker), put_of(worker, chain, 4, put_id="by hand")
+        sim.fabric.fault = lambda attempt: Fault(delay_s=0.2)
+        with suppress(KvassError):
+            async with link.asked(put, deadline_s=4, limit_s=4) as asked:
+                await anyio.sleep(after_s)
+                if end == "cut":
+                    sim.kill_worker(worker)
+                elif end == "again":
+                    async with link.asked(put, deadline_s=4, limit_s=4) as again:
+                        await again.follow(wrong)
+                        assert (await again.reply()).stored == ()
+                elif end != "cancel":
+                    await asked.follow(wrong)
+                    await asked.follow(wrong if end == "twice" else m.PutAbort("x", started=False))
+        sim.fabric.fault = lambda attempt: Fault()
+        await anyio.sleep(0.5)
+        assert await push(other, chain, range(4)) == ((0, 4),)
+        assert await pull(other, chain, range(4)) == {0, 1, 2, 3}
         await at_rest(sim)
