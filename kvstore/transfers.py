@@ -206,10 +206,10 @@ class Transfers:
 
     def batches(self, indices: Sequence[int], *, landed: bool) -> Iterator[Sequence[int]]:
         """Cut blocks into what one call moves, by way of a landing memory or not."""
-        most = m.BLOCKS_MAX
+        most = min(m.BLOCKS_MAX, m.CHECKSUMS_MAX // len(self.groups))
         if landed:
             room = self.endpoints.landing.counts()["total"] // LANDING_SHARE
-            most = max(1, min(room, TCP_BATCH_BYTES) // self.share)
+            most = min(most, max(1, min(room, TCP_BATCH_BYTES) // self.share))
         for first in range(0, len(indices), most):
             yield indices[first : first + most]
 

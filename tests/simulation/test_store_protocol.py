@@ -9,6 +9,7 @@ import pytest
 import trio.testing
 
 from inline import InlineExecutor, T
+from kvass.common.block import BlockLayout
 from kvass.common.transport.route import Setting
 from kvass.kvstore.client import pulls
 from kvass.kvstore.results import WaitResult
@@ -239,6 +240,20 @@ async def test_pins_have_an_owner_a_deadline_and_a_quota() -> None:
         for seed in range(11, 19):
             await push(worker, chain_of(16, seed=seed), range(16))
         assert await worker.store.lookup(chain, [(0, 16)], deadline_s=1) == []
+
+
+async def test_more_checksums_than_fit_a_call_go_in_batches(way: Setting) -> None:
+    layout = BlockLayout(
+        layers=1, kv_heads=128, head_dim=16, block_tokens=1, kv_dtype="fp8", head_groups=128
+    )
+    async with cluster() as sim:
+        sim.add_node("store-0", layout=layout, setting=way, blocks=600, landing_bytes=64 << 20)
+        worker = sim.add_worker(layout=layout, setting=way, slots=1100, landing_bytes=64 << 20)
+        chain = chain_of(600, layout=layout)
+        assert await push(worker, chain, range(600)) == ((0, 600),)
+        there = await worker.store.pull(chain, range(600), range(500, 1100), deadline_s=5.0)
+        assert there == set(range(600))
+        assert worker.store.counts == {}
 
 
 async def test_more_than_the_landing_memory_holds_goes_in_batches() -> None:
