@@ -13,6 +13,10 @@ from kvass.kvstore.spans import Index, Spans
 BLOCKS_MAX = 1_024  # moved by one call; of the default model 195 MB
 GROUPS_MAX = 1_024  # head groups of a block
 
+TokenCount = Annotated[int, Meta(ge=1, le=1 << 16)]  # of a block
+BlockSize = Annotated[int, Meta(ge=1, le=1 << 32)]  # bytes
+HeadGroups = Annotated[int, Meta(ge=1, le=GROUPS_MAX)]
+
 
 class Shape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What a node must know of a block, besides its name and bytes, to keep a copy of it."""
@@ -21,9 +25,9 @@ class Shape(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     namespace: Key
     tenant: Name
     writer: Name
-    token_count: Annotated[int, Meta(ge=1, le=1 << 16)]
-    block_size: Annotated[int, Meta(ge=1, le=1 << 32)]
-    head_groups: Annotated[int, Meta(ge=1, le=GROUPS_MAX)]
+    token_count: TokenCount
+    block_size: BlockSize
+    head_groups: HeadGroups
 
 
 class Described(Message, frozen=True, tag="described"):

@@ -22,7 +22,7 @@ from kvass.common.wire import KEYS_MAX as KEYS_MAX
 from kvass.common.wire import Done, Key, Message, Name, Natural, Range, Request, Seconds
 from kvass.common.wire import Ranges as Ranges
 from kvass.kvstore.copying import BLOCKS_MAX as BLOCKS_MAX
-from kvass.kvstore.copying import GROUPS_MAX as GROUPS_MAX
+from kvass.kvstore.copying import BlockSize, HeadGroups, TokenCount
 from kvass.kvstore.copying import Describe as Describe
 from kvass.kvstore.copying import Described as Described
 from kvass.kvstore.copying import Fill as Fill
@@ -175,9 +175,9 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     namespace: Key
     tenant: Name
     writer: Name
-    token_count: Annotated[int, Meta(ge=1, le=1 << 16)]
-    block_size: Annotated[int, Meta(ge=1, le=1 << 32)]
-    head_groups: Annotated[int, Meta(ge=1, le=GROUPS_MAX)]
+    token_count: TokenCount
+    block_size: BlockSize
+    head_groups: HeadGroups
     groups: Range
     deadline_s: Seconds
     hold_owner: Name = ""
@@ -259,7 +259,7 @@ class GetBegin(Request[Places], frozen=True, tag="get_begin"):
 
     spans: Spans
     block_size: Count
-    head_groups: Annotated[int, Meta(ge=1, le=GROUPS_MAX)]
+    head_groups: HeadGroups
     groups: Range
 
 
@@ -268,7 +268,7 @@ class GetWrite(Request[Places], frozen=True, tag="get_write"):
 
     spans: Spans
     block_size: Count
-    head_groups: Annotated[int, Meta(ge=1, le=GROUPS_MAX)]
+    head_groups: HeadGroups
     groups: Range
     loan: LoanCard
     deadline_s: Seconds

@@ -80,6 +80,7 @@ async def test_a_put_that_is_asked_for_twice_at_once_is_stored_once() -> None:
         sums = sum_ranges(worker.memory.addresses(range(4)), LAYOUT.block_size, 1)
         put = put_of(worker, chain, 4, put_id="twice")
         async with link.asked(put, deadline_s=4, limit_s=4) as first:
+            await anyio.sleep(0.01)  # two that come together begin in either order
             async with link.asked(put, deadline_s=4, limit_s=4) as second:
                 await second.follow(m.PutSums(sums.tobytes()))
                 assert (await second.reply()).stored == (), "the other call reads them"
