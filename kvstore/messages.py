@@ -50,6 +50,11 @@ WHY_MAX = 512  # characters of a reason
 TENANTS_SHOWN = 32  # by one node, in stats and metrics: the largest ones
 CHECKSUMS_MAX = 1 << 16  # of one call: 64 groups of the most blocks
 
+# Bytes are moved within this, or given up: a peer that hangs keeps slots no longer. Our own clients
+# ask for less (`transfers.TRANSFER_S`).
+MOVE_MAX_S = 60.0
+MoveSeconds = Annotated[float, Meta(gt=0, le=MOVE_MAX_S)]
+
 Indices = Annotated[tuple[Index, ...], Meta(max_length=BLOCKS_MAX)]
 # Packed (`words.py`): hundreds a message, which are never looked at one by one.
 Addresses = Annotated[bytes, Meta(max_length=WORD_BYTES * BLOCKS_MAX)]
@@ -179,7 +184,7 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_size: BlockSize
     head_groups: HeadGroups
     groups: Range
-    deadline_s: Seconds
+    deadline_s: MoveSeconds
     hold_owner: Name = ""
 
 
@@ -233,7 +238,7 @@ class PutCommit(Request[PutStored], frozen=True, tag="put_commit"):
     put_id: PutId
     keys: Annotated[tuple[Key, ...], Meta(min_length=1, max_length=BLOCKS_MAX)]
     checksums: Checksums
-    deadline_s: Seconds
+    deadline_s: MoveSeconds
 
 
 class PutAbort(Request[Done], frozen=True, tag="put_abort"):
@@ -271,7 +276,7 @@ class GetWrite(Request[Places], frozen=True, tag="get_write"):
     head_groups: HeadGroups
     groups: Range
     loan: LoanCard
-    deadline_s: Seconds
+    deadline_s: MoveSeconds
 
 
 class Held(Message, frozen=True, tag="held"):

@@ -70,6 +70,19 @@ async def test_a_writer_that_hangs_after_its_offer_is_given_up_at_its_deadline()
         await at_rest(sim)
 
 
+async def test_nobody_may_keep_slots_for_longer_than_bytes_take() -> None:
+    async with cluster() as sim:
+        node = sim.add_node("store-0")
+        worker = sim.add_worker("a")
+        link = await attached(worker)
+        put = put_of(worker, chain_of(4), 4, put_id="slow")
+        offer = msgspec.structs.replace(put.offer, deadline_s=m.MOVE_MAX_S + 1)
+        with pytest.raises(Invalid, match=r"<= 60.*deadline_s"):
+            await link.call(msgspec.structs.replace(put, offer=offer), deadline_s=1)
+        assert node.node.counts()["writing_blocks"] == 0
+        await at_rest(sim)
+
+
 async def test_a_put_that_is_asked_for_twice_at_once_is_stored_once() -> None:
     async with cluster() as sim:
         node = sim.add_node("store-0")
