@@ -258,13 +258,13 @@ def parts_noted(into: dict[str, list[float]]) -> Iterator[None]:
 
 
 async def get_s(store: StoreClient, chain: Chain, row: int, blocks: int = BLOCKS) -> float:
-    """Return the seconds of one get into a row of slots, which must be whole."""
+    """Return the seconds of one get into a row of slots, which must be whole. What the one before
+    left to be done in the background, giving its lease back, is done in this one's time."""
     slots = range(row * BLOCKS, row * BLOCKS + blocks)
     started_s = time.perf_counter()
     there = await store.pull(chain, range(blocks), slots, deadline_s=DEADLINE_S)
     taken_s = time.perf_counter() - started_s
     assert len(there) == blocks, f"{len(there)} of {blocks} blocks came"
-    await asyncio.sleep(0.002)  # the lease is given back after the get, and before the next one
     return taken_s
 
 
