@@ -65,8 +65,9 @@ class Side:
             other = draw.randrange(len(headers))
             headers[other] = msgspec.structs.replace(headers[other], tenant="other")
         spares, is_copy = draw.random() < 0.1, draw.random() < 0.15
+        as_of = self.index.erasures.number if is_copy else None
         self.offered[number] = [header.key for header in headers]
-        order = replace(order, headers=headers, spares=spares, is_copy=is_copy)
+        order = replace(order, headers=headers, spares=spares, as_of=as_of)
         try:
             return self.index.put_begin(order, self.now_s)
         except Invalid as error:

@@ -152,12 +152,13 @@ class Index:
         self.expire(now_s)
         if self.draining and not order.is_own:
             return ["visible" if self.ledger.visible(h.key) else "elsewhere" for h in order.headers]
-        refused = self.erasures.refused_of(order.headers, now_s, is_copy=order.is_copy)
+        refused = self.erasures.refused_of(order.headers, now_s, as_of=order.as_of)
         if not refused:
             return self.puts.begin(order)
         taken = [header for header in order.headers if header.key not in refused]
         verdicts = iter(self.puts.begin(replace(order, headers=taken)))
-        return ["full" if h.key in refused else next(verdicts) for h in order.headers]
+        why: Verdict = "full" if order.as_of is None else "erased"
+        return [why if h.key in refused else next(verdicts) for h in order.headers]
 
     def room_bytes(self, *, held: bool) -> int:
         """Return what blocks may take at most, together; for those that are held it is less."""
@@ -271,14 +272,16 @@ class Index:
 
     # --- erasure ---
 
-    def drop(self, matches: Callable[[BlockHeader], bool], now_s: float) -> int:
+    def drop(
+        self, matches: Callable[[BlockHeader], bool], now_s: float, *, bars: bool = False
+    ) -> int:
         """Erase blocks, written and being written; what is leased stays readable to its readers
-        only. Copies of them that are still under way are not taken.
+        only. Copies of them that are still under way are not taken; with `bars`, none for a while.
 
         Returns how many went.
         """
         self.expire(now_s)
-        self.erasures.mark(matches, now_s)
+        self.erasures.mark(matches, now_s, bars=bars)
         chosen = [entry for entry in self.ledger.entries.values() if matches(entry.header)]
         for entry in chosen:
             self._erase(entry)
@@ -298,7 +301,7 @@ class Index:
             for entry in entries
             if entry.header.key in wrong and entry.header.index % SEGMENT_BLOCKS == LAST_OF_SEGMENT
         ]
-        blocks = self.drop(lambda h: h.key in wrong or h.writer == writer, now_s)
+        blocks = self.drop(lambda h: h.key in wrong or h.writer == writer, now_s, bars=True)
         return Barred(blocks, wrong, ends)
 
     def found_corrupt(self, entry: Entry, now_s: float) -> None:

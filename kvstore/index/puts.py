@@ -28,15 +28,17 @@ PUTS_MAX = 16_384  # sixteen connections with their windows full of puts
 # A put that is late comes within the seconds that its writer still tries: thousands of jobs ago at
 # no rate that one node serves.
 JOBS_OVER_MAX = 4096
-# elsewhere: this node takes nothing new, and says so by giving no answer for the block.
-Verdict = Literal["granted", "visible", "busy", "full", "elsewhere"]
+# elsewhere: this node takes nothing new, and says so by giving no answer for the block. erased: a
+# copy that was begun before its blocks were erased here.
+Verdict = Literal["granted", "visible", "busy", "full", "elsewhere", "erased"]
 
 
 @dataclass(frozen=True, slots=True)
 class PutOrder:
     """What a writer asks for. `session` is its start id; `headers` come in chain order, have
     one length, and no checksums. What is not in at `ends_s` is given up; holds last until
-    `hold_ends_s`."""
+    `hold_ends_s`. Of a copy, which another node or another tier of this one has, `as_of` says as of
+    which erasure here (`Erasures.number`)."""
 
     put_id: str
     session: str
@@ -46,7 +48,7 @@ class PutOrder:
     ends_s: float
     hold_owner: str = ""
     hold_ends_s: float = 0.0
-    is_copy: bool = False  # of blocks that another node, or another tier of this one, has
+    as_of: int | None = None
     spares: bool = False  # takes free room alone: nothing is evicted for it
     is_own: bool = False  # from another tier of this node: taken also while it drains
 

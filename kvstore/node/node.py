@@ -79,12 +79,12 @@ class Node:
         self._puts = PutCalls(self._state)
         self._gets = GetCalls(self._state)
         self._heat = Heat()
-        self._filler = Filler(self._state, slab, router, executor, tasks)
         self._handover = Handover(member_id, self._state, router)
         self._repair = Repair(self._handover)
         self._erasing = EraseCalls(self._state)
         self._meetings = Meetings(member_id, self._state, router, self._erasing)
-        self._filler.agree = self._meetings.agree
+        agree = self._meetings.agree
+        self._filler = Filler(self._state, slab, router, executor, tasks, agree)
         self._scrubber = Scrubber(self._state, scrub_s)
         self._state.on_stored = self._handover.committed
         self._tasks = tasks

@@ -10,7 +10,8 @@ from kvass.common.rpc.server import Call
 from kvass.common.wire import Message
 from kvass.kvstore import messages as m
 from kvass.kvstore.client import erase
-from kvass.kvstore.index.erasures import BAR_S, MARK_S
+from kvass.kvstore.index.erasures import BAR_S
+from kvass.kvstore.node.copies.handover import HOLD_OFF_S
 from store_sim import Cluster, Handlers, Worker, answered, at_rest, chain_of, cluster, pull, push
 
 pytestmark = pytest.mark.anyio
@@ -59,12 +60,47 @@ async def test_a_copy_from_a_node_not_yet_told_brings_nothing_back() -> None:
         assert await worker.store.drop(tenant="alice") == 16, "and counted once"
         await anyio.sleep(2.0)
         assert visible(sim) == 0
-        # What is put anew is new; copies of it are taken again once the mark is over.
-        await anyio.sleep(MARK_S)
+        # What is put anew is new, and so are copies of it.
         assert await push(worker, chain, range(8), tenant="alice") == ((0, 8),)
         await anyio.sleep(1.0)
         assert visible(sim) == 16
         tasks.cancel_scope.cancel()
+
+
+async def test_blocks_put_after_a_drop_have_their_copies_and_keep_them_over_restarts() -> None:
+    """A node that comes back is told of the old drop, and takes copies of what came after it."""
+    async with cluster(replicas=2) as sim:
+        for number in range(2):
+            sim.add_node(f"store-{number}", host=f"host-{number}")
+        worker, chain = sim.add_worker(), chain_of(8)
+        await push(worker, chain, range(8), tenant="alice")
+        await worker.store.drop(tenant="alice")
+        assert await push(worker, chain, range(8), tenant="alice") == ((0, 8),)
+        await anyio.sleep(1.0)
+        assert visible(sim) == 16
+        for number in (1, 0):
+            sim.kill_node(f"store-{number}")
+            del sim.nodes[f"store-{number}"]
+            sim.share_view()
+            await anyio.sleep(1.0)
+            sim.add_node(f"store-{number}", host=f"host-{number}")
+            await anyio.sleep(HOLD_OFF_S + 5.0)
+            assert visible(sim) == 16
+        assert await pull(worker, chain, range(8)) == set(range(8))
+
+
+async def test_a_drain_right_after_a_drop_hands_over_what_came_since() -> None:
+    async with cluster() as sim:
+        node = sim.add_node("store-0")
+        worker, chain = sim.add_worker(), chain_of(8)
+        await worker.store.drop(tenant="alice")
+        await push(worker, chain, range(8), tenant="alice")
+        sim.add_node("store-1", host="host-1")
+        node.node.drain()
+        await anyio.sleep(5.0)
+        counts = node.node.counts()
+        assert (counts["handover_handed"], counts["handover_refused"]) == (8, 0)
+        assert counts["drained"] == 1
 
 
 def slow_description(member_id: str, handlers: Handlers) -> Handlers:
@@ -91,6 +127,10 @@ async def test_what_was_described_before_an_erasure_is_not_copied_after_it() -> 
         assert visible(sim) == 0
         refused = [node.index.counts()["erased_refused"] for node in sim.nodes.values()]
         assert sorted(refused) == [0, 8]
+        # It asked once more, when the other had erased them too.
+        assert await push(worker, chain_of(8), range(8), tenant="alice") == ((0, 8),)
+        await anyio.sleep(3.0)
+        assert visible(sim) == 16
         tasks.cancel_scope.cancel()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import anyio
 import pytest
 import trio.testing
@@ -47,6 +49,24 @@ async def test_an_upload_that_outlives_a_drop_is_not_found() -> None:
         await anyio.sleep(60)
         assert not await worker.store.lookup(chain, [(0, BLOCKS)], deadline_s=1)
         assert await pull(worker, chain, range(BLOCKS)) == set()
+
+
+async def test_a_drop_that_comes_while_another_is_carried_out_reaches_the_bucket_too() -> None:
+    async with cluster() as sim:
+        objects = MemoryObjects()
+        node, worker = start(sim, objects), sim.add_worker()
+        alice, bob = (chain_of(BLOCKS, seed=7, salt=salt) for salt in (b"a", b"b"))
+        for chain, tenant in ((alice, "alice"), (bob, "bob")):
+            await push(worker, chain, range(BLOCKS), tenant=tenant)
+            await worker.store.lookup(chain, [(0, BLOCKS)], deadline_s=1)
+        await until(lambda: tier(node).found(alice.keys + bob.keys) == {*alice.keys, *bob.keys})
+        objects.slow["delete"] = 1.0
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(worker.store.drop, tenant="alice", deadline_s=60))
+            await until(lambda: objects.calls["delete"] > 0)
+            await worker.store.drop(tenant="bob", deadline_s=60)
+        assert tier(node).found(alice.keys + bob.keys) == set()
+        assert objects.stored == {}
 
 
 async def test_what_goes_up_while_its_writer_is_barred_is_not_found() -> None:

@@ -137,12 +137,12 @@ class WatchedIndex(Index):
             found = sums(self.slab.view, entry.slot.offset, size, count)
             assert found == entry.header.checksums, "a block is visible that was not checked"
 
-    def drop(self, matches: Matches, now_s: float) -> int:
+    def drop(self, matches: Matches, now_s: float, *, bars: bool = False) -> int:
         """Erase; what comes from now on is new. Others tell of earlier erasures, too."""
         erasure = self.history.under_way
         if erasure is not None and matches == erasure.matches:
             erasure.handled.setdefault(self.limits.epoch, self.history.next())
-        return super().drop(matches, now_s)
+        return super().drop(matches, now_s, bars=bars)
 
 
 def check_moves(ledger: Ledger, moves: Iterable[Move]) -> None:

@@ -129,6 +129,8 @@ class EraseCalls:
         self._open_or_close()
 
     def _open_or_close(self) -> None:
+        if not self._owed and not self._owes_all:
+            self._state.index.erasures.settle()
         if self._tiers is not None:
             self._tiers.closed = not self._is_told or self._owes_all or bool(self._owed)
         if self._bucket is not None:  # of what it owes it serves nothing by itself
@@ -277,11 +279,12 @@ class EraseCalls:
         return why
 
     async def _settle(self) -> str:
-        fresh = [owed for owed in self._owed.values() if owed.in_bucket is None]
+        batch = list(self._owed.values())  # what comes meanwhile has its own turn
+        fresh = [owed for owed in batch if owed.in_bucket is None]
         for owed in fresh:
             if not owed.kept.erasure.bars:
                 await self._erase_in_bucket(owed)
-        why = await self._settle_flash()
+        why = await self._settle_flash(batch)
         for owed in fresh:
             if owed.kept.erasure.bars:  # by now it is known what else is wrong
                 await self._erase_in_bucket(owed)
@@ -307,23 +310,32 @@ class EraseCalls:
             elsewhere |= self._tiers.holds(erased)
         owed.kept.blocks += int((~elsewhere).sum())
 
-    async def _settle_flash(self) -> str:
+    async def _settle_flash(self, batch: Iterable[_Owed]) -> str:
         if self._tiers is None:
-            for owed in self._owed.values():
-                owed.kept.is_done = not self._flash_lost
-            self._owed.clear()
+            for owed in batch:
+                self._end(owed, is_done=not self._flash_lost)
             return self._flash_lost
         try:
             if self._owes_all:
-                await self._tiers.drop(DropOrder())
-                self._owes_all = False
-            for erasure_id, owed in list(self._owed.items()):
+                await self._erase_all_below(self._tiers)
+            for owed in batch:
                 await self._erase_below(self._tiers, owed)
-                owed.kept.is_done = True
-                self._owed.pop(erasure_id, None)
+                self._end(owed, is_done=True)
         except Unavailable as error:
             return str(error)
         return ""
+
+    def _end(self, owed: _Owed, *, is_done: bool) -> None:
+        owed.kept.is_done = is_done
+        self._owed.pop(owed.kept.erasure.id, None)
+
+    async def _erase_all_below(self, tiers: FlashTier) -> None:
+        self._owes_all = False
+        try:
+            await tiers.drop(DropOrder())
+        except Unavailable:
+            self._owes_all = True
+            raise
 
     async def _erase_below(self, tiers: FlashTier, owed: _Owed) -> None:
         erasure = owed.kept.erasure

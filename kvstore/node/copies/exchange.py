@@ -36,6 +36,7 @@ ROUND_S = 5.0  # between two meetings with nodes that were met before
 # Then one that does not answer is no reason any more to serve nothing from flash, if another has
 # answered: what one knows all have heard within a few rounds.
 PATIENCE_S = 15.0
+AGREE_TRIES = 4  # meetings until both know the same; more are drops that come without a pause
 OWED_S = 30.0  # between two tries to erase what a disk would not
 
 
@@ -85,17 +86,21 @@ class Meetings:
         """Wait until what others know is known here."""
         await self._told.wait()
 
-    async def agree(self, link: NodeLink) -> None:
-        """Return when a node has heard of all that this one has; raises KvassError."""
+    async def agree(self, link: NodeLink) -> int:
+        """Return when a node has heard of all that this one has, with the number of the last
+        erasure here that this is of (`Erasures.number`); raises KvassError."""
         heard = self.erasing.heard
-        ids, said = heard.ids(), (heard.past(), heard.forgotten_at_s)
-        if not ids and not said[0]:
-            return
-        met = self._met.get(link.node.member_id)
-        if met is not None and met.said == said and met.knows.issuperset(ids):
-            if met.start_id == await link.start_id(deadline_s=MEET_S):
-                return
-        await self._meet(link)
+        for _ in range(AGREE_TRIES):
+            number = self.state.index.erasures.number
+            ids, said = heard.ids(), (heard.past(), heard.forgotten_at_s)
+            if not ids and not said[0]:
+                return number
+            met = self._met.get(link.node.member_id)
+            if met is not None and met.said == said and met.knows.issuperset(ids):
+                if met.start_id == await link.start_id(deadline_s=MEET_S):
+                    return number
+            await self._meet(link)  # which may tell this one of more
+        raise Unavailable(f"{link.node.member_id} and this node hear of ever more erasures")
 
     async def run(self) -> None:
         """Meet others until cancelled."""

@@ -72,25 +72,23 @@ class _SlabSlots:
 Kind = tuple[bytes, str, str, int, int, int]  # a `messages.Shape` without its index
 
 
-async def _agreed(link: NodeLink) -> None:
-    """There are no erasures."""
-
-
 @dataclass(slots=True)
 class Filler:
     """The copies that one node takes. `agree` returns when a source has heard of every erasure that
-    this node has heard of, `found` what of some keys is below memory. Mutable fields: `_queue`
-    (source, span, whether it spares what is here), `_queued` (keys), `_lasting` (of these, what is
-    to go to flash), `_full` (keys that found no free room, with when), `_news`, and
-    the counts of blocks `filled`, `failed`, `refused` (no free room) and `dropped` (there was no
-    room in the queue)."""
+    this node has heard of, with the number of the last one (`Erasures.number`); `found` what of
+    some keys is below memory.
+
+    Mutable fields: `_queue` (source, span, whether it spares what is here), `_queued` and `_taking`
+    (keys of what waits, and of what comes now), `_lasting` (of these, what is to go to flash),
+    `_full` (keys that found no free room, with when), `_news`, and the counts of blocks `filled`,
+    `failed`, `refused` (no free room) and `dropped` (there was no room in the queue)."""
 
     state: NodeState
     slab: Slab
     router: Router
     executor: Executor
     tasks: anyio.abc.TaskGroup
-    agree: Callable[[NodeLink], Awaitable[None]] = _agreed
+    agree: Callable[[NodeLink], Awaitable[int]]
     found: Callable[[Sequence[bytes]], set[bytes]] = lambda keys: set()
     has_flash: bool = False
     filled: int = 0
@@ -100,6 +98,7 @@ class Filler:
     _queue: deque[tuple[str, m.Span, bool]] = field(default_factory=deque)
     _full: dict[bytes, float] = field(default_factory=dict)
     _queued: set[bytes] = field(default_factory=set)
+    _taking: set[bytes] = field(default_factory=set)
     _lasting: set[bytes] = field(default_factory=set)
     _news: anyio.Event = field(default_factory=anyio.Event)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
@@ -111,7 +110,7 @@ class Filler:
 
     def counts(self) -> dict[str, int]:
         return {
-            "fill_queued_blocks": len(self._queued),
+            "fill_queued_blocks": len(self._queued) + len(self._taking),
             "filled": self.filled,
             "fill_failed": self.failed,
             "fill_dropped": self.dropped,
@@ -124,14 +123,18 @@ class Filler:
             while self._queue:
                 source, span, spare = self._queue.popleft()
                 keys = {key for _, key in span.named()}
+                # Told of once more from here on, they may be others: these were erased meanwhile.
+                self._queued -= keys
+                self._taking = keys
                 try:
-                    await self._take(source, span, spare)
+                    if not await self._take(source, span, spare):
+                        await self._take(source, span, spare)  # as of what was erased since
                 except KvassError:
                     self.failed += len(keys)
                 finally:
-                    self._queued -= keys
+                    self._taking = set()
                     self._make_last(keys & self._lasting)
-                    self._lasting -= keys
+                    self._lasting -= keys - self._queued
             await self._news.wait()
             self._news = anyio.Event()
 
@@ -195,10 +198,11 @@ class Filler:
         self._queued.update(fresh)
         self._news.set()
 
-    async def _take(self, source: str, span: m.Span, spare: bool) -> None:
-        """Copy what of a span is there and not here."""
+    async def _take(self, source: str, span: m.Span, spare: bool) -> bool:
+        """Copy what of a span is there and not here; returns whether nothing of it was erased here
+        meanwhile."""
         link = self.router.link(source)
-        await self.agree(link)
+        as_of = await self.agree(link)
         described = await link.call(m.Describe(spans=(span,)), deadline_s=CALL_S)
         kinds: dict[Kind, list[int]] = {}
         for shape in described.shapes:
@@ -215,17 +219,19 @@ class Filler:
             kinds.setdefault(kind, []).append(shape.index)
         piece = m.Piece(span)
         own = {index for index, _ in span.named()}
+        whole = True
         for kind, indices in kinds.items():
-            await self._copy(link, piece, sorted(own.intersection(indices)), kind, spare)
+            order = self._order(piece, sorted(own.intersection(indices)), kind, spare, as_of)
+            whole &= await self._copy(link, piece, order)
+        return whole
 
-    async def _copy(
-        self, link: NodeLink, piece: m.Piece, indices: Sequence[int], kind: Kind, spare: bool
-    ) -> None:
-        """Bring blocks of one kind into slots of their own, check them, and show them."""
+    async def _copy(self, link: NodeLink, piece: m.Piece, order: PutOrder) -> bool:
+        """Bring blocks of one kind into slots of their own, check them, and show them; returns
+        whether none of them was erased here meanwhile."""
         index, now_s = self.state.index, self.state.now_s
-        order = self._order(piece, indices, kind, spare)
+        length = order.headers[0].length
         verdicts = index.put_begin(order, now_s())
-        if spare:
+        if order.spares:
             self._note_full(
                 h.key for h, v in zip(order.headers, verdicts, strict=True) if v == "full"
             )
@@ -239,7 +245,7 @@ class Filler:
         outcome, begun_s = PullOutcome(), now_s()
         try:
             if moves:
-                transfers = self._moving(PlainShape(kind[4], kind[5]))
+                transfers = self._moving(PlainShape(length, order.head_groups))
                 places = {i: move.offset for i, move in moves.items()}
                 outcome = await pull(transfers, link, piece, places, ends_s=now_s() + TRANSFER_S)
         finally:
@@ -249,8 +255,9 @@ class Filler:
                 self.filled += stored
                 self.failed += not stored
             index.put_abort(order.put_id, OWN_SESSION, now_s())
-            self.state.on_moved("fill", kind[4] * len(outcome.pulled), now_s() - begun_s)
+            self.state.on_moved("fill", length * len(outcome.pulled), now_s() - begun_s)
             self.state.notify()
+        return "erased" not in verdicts
 
     def _note_full(self, keys: Iterable[bytes]) -> None:
         for key in keys:
@@ -260,7 +267,9 @@ class Filler:
             if len(self._full) > FULL_MAX:
                 del self._full[next(iter(self._full))]
 
-    def _order(self, piece: m.Piece, indices: Sequence[int], kind: Kind, spare: bool) -> PutOrder:
+    def _order(
+        self, piece: m.Piece, indices: Sequence[int], kind: Kind, spare: bool, as_of: int
+    ) -> PutOrder:
         namespace, tenant, writer, token_count, block_size, head_groups = kind
         headers = [
             BlockHeader(
@@ -284,7 +293,7 @@ class Filler:
             head_groups=head_groups,
             groups=range(head_groups),
             ends_s=self.state.now_s() + 2 * TRANSFER_S,
-            is_copy=True,
+            as_of=as_of,
             spares=spare,
         )
 

@@ -202,7 +202,7 @@ class FlashTier:
             places = dict(zip(keys, self._log.catalog.find(keys), strict=True))
             while places:
                 batch = self._batch(places)
-                await self._rises.rise({k: p for k, p in batch.items() if k not in here}, BATCH_S)
+                await self._rises.rise(self._wanted(list(batch)), BATCH_S)
                 self._look_at_faults()
                 yield list(batch), sum(key not in here for key in batch)
 

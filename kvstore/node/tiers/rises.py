@@ -124,7 +124,8 @@ class Rises:
         return len(self._rising)
 
     async def rise(self, places: dict[bytes, int], limit_s: float) -> None:
-        """Bring blocks up; returns when they are there, or are misses, or the time is over."""
+        """Bring blocks up; returns when they are there, or are misses, or the time is over. The
+        places are those of now: what was erased here and there since is not brought."""
         self.start(places)
         ends = {id(end): end for key in places if (end := self._rising.get(key)) is not None}
         with anyio.move_on_after(limit_s):
@@ -132,8 +133,8 @@ class Rises:
                 await end.wait()
 
     def start(self, places: dict[bytes, int], within_s: float = LIFT_S) -> None:
-        """Bring blocks up in the background, those that fit the bounds, and whose turn comes within
-        the time."""
+        """Bring blocks up in the background, as `rise` does, those that fit the bounds, and whose
+        turn comes within the time."""
         part: dict[bytes, int] = {}
         size = 0
         for key, place in places.items():
@@ -153,10 +154,11 @@ class Rises:
     def _start(self, part: dict[bytes, int], size: int, within_s: float) -> None:
         end = anyio.Event()
         self._rising.update(dict.fromkeys(part, end))
-        self._tasks.start_soon(self._lift, part, size, min(within_s, LIFT_S), end)
+        as_of = self._state.index.erasures.settled
+        self._tasks.start_soon(self._lift, part, size, min(within_s, LIFT_S), end, as_of)
 
     async def _lift(
-        self, part: dict[bytes, int], size: int, within_s: float, end: anyio.Event
+        self, part: dict[bytes, int], size: int, within_s: float, end: anyio.Event, as_of: int
     ) -> None:
         number = next(self._numbers)
         try:
@@ -170,7 +172,7 @@ class Rises:
             self._flight_bytes += size
             try:
                 with survived(f"bringing blocks up from {self._source.name}", self._state.faults):
-                    await self._bring(part)
+                    await self._bring(part, as_of)
             finally:
                 del self._begun_s[number]
                 self._flight_bytes -= size
@@ -181,17 +183,17 @@ class Rises:
                 del self._rising[key]
             end.set()
 
-    async def _bring(self, places: dict[bytes, int]) -> None:
+    async def _bring(self, places: dict[bytes, int], as_of: int) -> None:
         """Read all at once, then show them in the order in which they will be asked for."""
         fetched = await self._source.fetch(places)
         for key in places:
             if key in fetched:
-                await self._show(fetched[key], places[key])
+                await self._show(fetched[key], places[key], as_of)
 
-    async def _show(self, fetched: Fetched, place: int) -> None:
+    async def _show(self, fetched: Fetched, place: int, as_of: int) -> None:
         """Put a block that was read into a slot; it is visible when it is right there."""
         index, header = self._state.index, fetched.header
-        order = self._order(header)
+        order = self._order(header, as_of)
         try:
             verdicts = index.put_begin(order, self._state.now_s())
         except KvassError as error:  # too many puts, or a block of this name and another shape
@@ -218,7 +220,7 @@ class Rises:
         with self._slab.view[move.offset : move.offset + move.size] as target:
             return fetched.copy_to(target)
 
-    def _order(self, header: BlockHeader) -> PutOrder:
+    def _order(self, header: BlockHeader, as_of: int) -> PutOrder:
         groups = len(header.checksums)
         return PutOrder(
             put_id=f"{self._source.name}-{next(self._numbers)}",
@@ -227,6 +229,6 @@ class Rises:
             head_groups=groups,
             groups=range(groups),
             ends_s=self._state.now_s() + LIFT_S,
-            is_copy=True,
+            as_of=as_of,
             is_own=True,
         )
