@@ -147,8 +147,10 @@ class TensorStore(Generic[Array]):
     ) -> PushResult:
         """Store blocks by their index in the chain; those that are there already stay.
 
-        Returns which are stored now, and of the others why not (`observe.REFUSALS`). Raises Invalid
-        for an index that the chain has not, or a block of another form.
+        Returns which were stored, and of the others why not (`counts.REFUSALS`). Of more than fit
+        together, in the nodes' memory or the tenant's quota, the later ones make room for
+        themselves: `lookup` says what is there in the end. Raises Invalid for an index that the
+        chain has not, or a block of another form.
         """
         wanted = _indices(chain, [(index, index + 1) for index in blocks])
         result = PushResult(set(), dict.fromkeys(wanted, "unavailable"))
