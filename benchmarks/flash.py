@@ -31,7 +31,8 @@ from kvass.kvstore.flash import records, table
 from kvass.kvstore.flash.appender import BUFFER_BYTES
 from kvass.kvstore.flash.appender import DEPTH as WRITES
 from kvass.kvstore.flash.disk import PAGE, RealDisk, page_memory
-from kvass.kvstore.flash.log import FlashLog, LogSettings
+from kvass.kvstore.flash.log import FlashLog
+from kvass.kvstore.flash.settings import LogSettings
 from kvass.kvstore.flash.table import Table
 from rig import Figure
 

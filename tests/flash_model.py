@@ -15,8 +15,9 @@ from inline import InlineFutures
 from kvass.common.block import BlockHeader
 from kvass.common.checksum import sums
 from kvass.kvstore.flash.disk import PAGE, Disk, page_memory
-from kvass.kvstore.flash.log import FlashLog, LogSettings
+from kvass.kvstore.flash.log import FlashLog
 from kvass.kvstore.flash.records import DropOrder
+from kvass.kvstore.flash.settings import LogSettings
 from kvass.kvstore.flash.table import pages_in
 from memory_disk import MemoryDisk
 
@@ -158,7 +159,9 @@ class Model:
             self.possible.update(value)
             assert log.append(block_of(number) for number in value) == len(value)
             log.flush()
-            for number in value:
+            # Where a disk lets it have three files, six blocks may be more than two of them hold.
+            is_least = log.total_bytes <= 3 * SMALL.segment_bytes
+            for number in value[-2:] if is_least else value:
                 assert read(log, number) == payload_of(number), "what was appended is found"
             self.doomed.difference_update(value)
         elif what == "sync":

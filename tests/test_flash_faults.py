@@ -7,6 +7,7 @@ Threads are late here, so that a file is sealed long after the next one was begu
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -86,10 +87,12 @@ class BadDisk:
             self.failing = tuple(each for each in self.failing if each != "read")
 
 
-@given(seed=st.integers(0, 1 << 30), faults=st.booleans())
-def test_what_was_said_to_last_lasts(seed: int, faults: bool) -> None:
+@given(seed=st.integers(0, 1 << 30), faults=st.booleans(), files=st.sampled_from((None, 2, 3, 4)))
+def test_what_was_said_to_last_lasts(seed: int, faults: bool, files: int | None) -> None:
+    """`files`: how many the disk has room for."""
     chance, model = random.Random(seed), Model()
     bad = BadDisk(chance, model)
+    bad.disk.room = files and files * SMALL.segment_bytes
     for _ in range(chance.randrange(1, 4)):
         bad.failing = ()
         bad.disk.budget = chance.choice((None, chance.randrange(400_000)))
@@ -172,6 +175,102 @@ def test_a_file_goes_only_when_what_replaced_its_records_lasts(place: int) -> No
     is_known = log.catalog.find([key_of(1)])[0] > 0
     disk.crash(lambda size: 0)
     assert not is_known or read(open_log(disk, seed=place), 1) == payload_of(1)
+
+
+@given(seed=st.integers(0, 1 << 30), files=st.integers(3, 5))
+def test_a_disk_with_less_room_than_the_log_may_have_takes_what_comes(
+    seed: int, files: int
+) -> None:
+    """What it has room for is the limit then; of nothing else is it a fault."""
+    chance, model = random.Random(seed), Model()
+    bad = BadDisk(chance, model)
+    bad.disk.room = files * SMALL.segment_bytes + chance.randrange(SMALL.segment_bytes)
+    for start in range(2):
+        model.log = None
+        model.log = log = open_log(bad.disk, LAZY, seed=start, late=True)
+        for _ in range(3):
+            for what, value in some_steps(chance):
+                model.step(log, what, value)
+            model.check(log)
+        assert log.catalog.counts["write_faults"] == 0
+        assert bad.disk.taken() <= log.total_bytes or log.total_bytes == SMALL.flash_bytes
+        bad.disk.crash(lambda size: chance.choice((0, size, chance.randrange(size + 1))))
+
+
+def full_at_four() -> tuple[MemoryDisk, FlashLog]:
+    """Return a log of at most five files on a disk with room for four, full of blocks that are
+    used."""
+    disk = MemoryDisk()
+    disk.room = 4 * SMALL.segment_bytes
+    log = open_log(disk)
+    number = 100
+    while len(disk.files) < 4:
+        log.append([block_of(number)])
+        number += 1
+    log.append([block_of(1)])
+    while log.total_bytes == SMALL.flash_bytes:
+        log.catalog.use([key_of(1), key_of(100)])
+        log.append([block_of(number)])
+        number += 1
+    return disk, log
+
+
+def test_a_full_disk_is_the_limit_from_then_on(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    disk, log = full_at_four()
+    for number in range(300, 500):
+        assert log.append([block_of(number)]) == 1
+    log.flush()
+    assert log.total_bytes == disk.taken() == 4 * SMALL.segment_bytes
+    assert read(log, 499) == payload_of(499) and read(log, 300) is None
+    (said,) = (each for each in caplog.records if "store.flash_bytes" in each.message)
+    assert said.levelno == logging.WARNING
+    for each in ("No space left", SMALL.flash_bytes, 4 * SMALL.segment_bytes):
+        assert str(each) in said.message
+
+
+def test_what_is_used_is_kept_when_the_disk_turns_out_to_be_full() -> None:
+    """There is no file to copy it to before one has gone."""
+    _, log = full_at_four()
+    log.flush()
+    assert log.catalog.counts["freed_files"] == 2
+    assert read(log, 1) == payload_of(1) and read(log, 100) == payload_of(100)
+    assert log.catalog.counts["copied_blocks"] >= 1
+
+
+def test_a_disk_that_shrinks_lowers_the_limit_once_more_and_not_below_three_files(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    disk, log = full_at_four()
+    disk.room = 3 * SMALL.segment_bytes
+    log.append(block_of(number) for number in range(300, 400))
+    assert log.total_bytes == 3 * SMALL.segment_bytes
+    disk.room = 2 * SMALL.segment_bytes
+    with pytest.raises(Unavailable, match="No space left"):
+        log.append(block_of(number) for number in range(400, 500))
+    assert log.total_bytes == 3 * SMALL.segment_bytes
+    disk.room = None
+    assert log.append(block_of(number) for number in range(500, 600)) == 100
+    log.flush()
+    assert read(log, 599) == payload_of(599) and len(disk.files) == 3
+    assert len([each for each in caplog.messages if "store.flash_bytes" in each]) == 1
+
+
+def test_a_write_for_which_there_is_no_room_is_the_limit_too() -> None:
+    """Some file systems promise a file its space, and have it not when it is written."""
+    disk = MemoryDisk()
+    log = open_log(disk)
+    while len(disk.files) < 4:
+        log.append(block_of(number) for number in range(3))
+    disk.is_full = True
+    with pytest.raises(Unavailable, match="No space left"):
+        log.append(block_of(number) for number in range(40))
+    assert log.total_bytes < SMALL.flash_bytes
+    disk.is_full = False  # as soon as the oldest file has gone
+    assert log.append(block_of(number) for number in range(40)) == 40
+    log.flush()
+    assert disk.taken() <= log.total_bytes < SMALL.flash_bytes
+    assert read(log, 39) == payload_of(39)
 
 
 def test_a_failed_file_made_ahead_is_made_when_it_is_needed() -> None:

@@ -61,7 +61,13 @@ class Background:
     def close(self) -> None:
         """Remove what was made for nothing; raises Unavailable."""
         self.settle()
-        if self._made is not None:
-            name = self._made[0]
-            self.take(name).close()
+        if self._made is None:
+            return
+        (name, made), self._made = self._made, None
+        try:
+            file = made.result()
+        except Unavailable as error:  # then there is nothing to remove
+            _log.debug("%s", error)
+        else:
+            file.close()
             self._disk.remove(name)

@@ -1,21 +1,25 @@
-"""The files of one log: how much room they take, which goes first, and giving one back.
+"""The files of one log: how much room they take, which goes first, what of it is worth keeping, and
+giving one back.
 
 A file is given back in this order: no reader finds its records, it is gone from the disk, it is
-closed. It refuses to know what is written, and when.
+closed. Where the disk is full before the limit is reached, the files that are there are the limit.
+It refuses to know what is written, and when.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterator
 
 import numpy as np
 
+from kvass.common.block import BlockHeader
 from kvass.common.errors import Unavailable
 from kvass.kvstore.flash import recovery, table
 from kvass.kvstore.flash.background import Background
 from kvass.kvstore.flash.catalog import Catalog, places_of
-from kvass.kvstore.flash.disk import Disk
+from kvass.kvstore.flash.disk import PAGE, Disk, page_memory
 from kvass.kvstore.flash.records import FileIndex
 from kvass.kvstore.flash.segment import Segment, name_of
 
@@ -25,8 +29,9 @@ SEGMENTS_MIN = 3  # one being written, one to be given back, and the one that is
 
 
 class Files:
-    """Mutable fields: `limit_bytes` and `files_max` (what they may take together), `unopened` (how
-    many files are on the disk that could not be opened). The segments are the catalog's."""
+    """Mutable fields: `limit_bytes` and `files_max` (what they may take together), `_is_lowered`
+    (a full disk has set the limit), `unopened` (how many files are on the disk that could not be
+    opened). The segments are the catalog's."""
 
     def __init__(
         self, disk: Disk, catalog: Catalog, background: Background, limit_bytes: int, files_max: int
@@ -34,6 +39,7 @@ class Files:
         self.limit_bytes = limit_bytes
         self.files_max = files_max
         self.unopened = 0
+        self._is_lowered = False
         self._disk = disk
         self._catalog = catalog
         self._background = background
@@ -81,6 +87,23 @@ class Files:
         count = len(self._catalog.segments)
         return count < self.files_max and self.used_bytes() + size <= self.limit_bytes
 
+    def lower(self, why: Exception, file_bytes: int) -> bool:
+        """The disk is full: what it has taken is the limit from now on. Returns False where that is
+        too little for the log to go on in."""
+        used = self.used_bytes()
+        if used < SEGMENTS_MIN * file_bytes:
+            return False
+        if used < self.limit_bytes:
+            _log.log(
+                logging.INFO if self._is_lowered else logging.WARNING,
+                "%s: the disk has less room than the %d bytes of store.flash_bytes. Until the next "
+                "start flash keeps the %d bytes that it has there, and gives its oldest file back "
+                "for each new one: make room, or lower store.flash_bytes",
+                why, self.limit_bytes, used,
+            )  # fmt: skip
+            self.limit_bytes, self._is_lowered = used, True
+        return True
+
     def victim(self, current: Segment | None) -> Segment:
         """Return the oldest file, or one that holds nothing any more."""
         files = (each for each in self.all() if each is not current)
@@ -94,6 +117,26 @@ class Files:
             return True
         newest = self._catalog.newest(table.hashes_in(rows["key"]), places_of(segment, rows))
         return not bool(newest.all())
+
+    def hot_in(self, segment: Segment, bytes_max: int) -> Iterator[tuple[BlockHeader, memoryview]]:
+        """Read what was used since it was written, as much as may be copied forward; raises
+        Unavailable when the file's index cannot be read."""
+        rows = self.index_of(segment).rows
+        places = places_of(segment, rows)
+        hot = self._catalog.hot(table.hashes_in(rows["key"]), places)
+        for row, place in zip(rows[hot], places[hot].tolist(), strict=True):
+            size = table.pages_in(place) * PAGE
+            bytes_max -= size
+            if bytes_max < 0:
+                break
+            key = row["key"].tobytes()
+            fetched = self._catalog.read(key, place, page_memory(size))
+            if fetched is None:
+                continue
+            if fetched.copy_to(fetched.payload):
+                yield fetched.header, fetched.payload
+            else:
+                self._catalog.found_wrong(key, place)
 
     def free(self, segment: Segment) -> None:
         """Give one back; raises Unavailable."""

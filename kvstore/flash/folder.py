@@ -29,6 +29,10 @@ class FolderTaken(Unavailable):
     """Another running node has the folder."""
 
 
+class DiskFull(Unavailable):
+    """There is no more room on the disk, or no more for this user."""
+
+
 class Folder:
     """Mutable fields, under `_guard`: `_descriptor` and `_lock`, which the folder is locked by, and
     `renewals`, how often it was made again and both are others. Raises Unavailable."""
@@ -130,4 +134,5 @@ def mapped(what: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise Unavailable(f"flash: cannot {what} {path}: {error.strerror or error}") from None
+        kind = DiskFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else Unavailable
+        raise kind(f"flash: cannot {what} {path}: {error.strerror or error}") from None

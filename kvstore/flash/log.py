@@ -6,7 +6,8 @@ it is in its file; it lasts through a power cut when it is synced, at the latest
 
     append ──> file full: its index is written, the next file (made meanwhile) begun
                  └─ no room for another: the oldest one is given back, after its records that were
-                    used since they were written have been copied forward, and last
+                    used since they were written have been copied forward, and last. On a disk that
+                    is full they wait in memory meanwhile: there is no file yet to copy them to
 
 A drop is first written down, then its blocks are overwritten, in every file, also those that newer
 records have replaced; a crash in between is made good by the next start. Faults of the disk are
@@ -16,55 +17,33 @@ says that all lasts only after it has read that file again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
-from dataclasses import dataclass
 
 import numpy as np
 
 from kvass.common.block import BlockHeader
-from kvass.common.errors import Invalid, Unavailable
+from kvass.common.errors import Unavailable
 from kvass.kvstore.flash import records, table
-from kvass.kvstore.flash.appender import BUFFER_BYTES, Appender
+from kvass.kvstore.flash.appender import Appender
 from kvass.kvstore.flash.background import Background
 from kvass.kvstore.flash.catalog import Catalog, places_of
-from kvass.kvstore.flash.disk import FILES_MAX, PAGE, Disk, page_memory
-from kvass.kvstore.flash.files import SEGMENTS_MIN, Files
+from kvass.kvstore.flash.disk import PAGE, Disk, DiskFile, page_memory
+from kvass.kvstore.flash.files import Files
+from kvass.kvstore.flash.folder import DiskFull
 from kvass.kvstore.flash.notes import Notes
 from kvass.kvstore.flash.records import DropOrder, FileHead, FileIndex
 from kvass.kvstore.flash.recovery import Found
 from kvass.kvstore.flash.segment import Segment, name_of
+from kvass.kvstore.flash.settings import LogSettings
 
 _log = logging.getLogger(__name__)
 
 # Of a file: write amplification stays below two.
 COPY_SHARE = 0.5
-SEGMENT_MAX = 1 << 30  # one that was not sealed is read whole at a start
-
-
-@dataclass(frozen=True, slots=True)
-class LogSettings:
-    """All in bytes, but for `files_max`: how many files may be open at once."""
-
-    flash_bytes: int
-    segment_bytes: int
-    unsynced_bytes: int
-    buffer_bytes: int = BUFFER_BYTES
-    files_max: int = FILES_MAX
-
-    def __post_init__(self) -> None:
-        size = self.segment_bytes
-        if size % PAGE or not 4 * PAGE <= size <= SEGMENT_MAX:
-            raise Invalid(
-                f"flash: segments of {size} bytes; expected whole pages of {PAGE}, up to "
-                f"{SEGMENT_MAX}"
-            )
-        if self.flash_bytes < SEGMENTS_MIN * size:
-            raise Invalid(
-                f"flash: {self.flash_bytes} bytes hold fewer than {SEGMENTS_MIN} segments of {size}"
-            )
 
 
 class FlashLog:
@@ -250,21 +229,31 @@ class FlashLog:
             self._appender.flush()
             self._publish()
             self._background.seal(segment)
-        while not self._has_room():  # a fault came between the last file and the room for this one
-            self._clean(self._files.victim(None))
-        # Whatever becomes of this file, its name is not tried again.
-        sequence, self._next = self._next, self._next + 1
+        carried = self._make_room()  # a fault came between the last file and the room for this one
         self._see_folder()
-        file = self._background.take(name_of(sequence))
+        try:
+            sequence, file = self._next_file()
+        except DiskFull as error:
+            if not self._files.lower(error, self._settings.segment_bytes):
+                raise
+            carried = self._make_room()
+            sequence, file = self._next_file()
         file_id = self._random_bytes(records.ID_BYTES)
         segment = Segment(file, FileHead(file_id, sequence, self._settings.segment_bytes))
         self.catalog.segments[sequence] = segment
         self._current = segment
         self._appender.start(segment.file)
         self._appender.add(records.file_head(segment.head))
+        for header, payload in carried:
+            self._add(header, payload, "copied")
         if not self._has_room():
             self._clean(self._files.victim(segment))
         self._background.make(name_of(self._next))
+
+    def _next_file(self) -> tuple[int, DiskFile]:
+        # Whatever becomes of this file, its name is not tried again.
+        sequence, self._next = self._next, self._next + 1
+        return sequence, self._background.take(name_of(sequence))
 
     def _see_folder(self) -> None:
         """When somebody has removed the folder, what was in it is not found any more either."""
@@ -280,11 +269,29 @@ class FlashLog:
     def _give_up(self, error: Exception) -> None:
         """The file's end is in doubt: what is found stays, nothing more is appended to it."""
         self.catalog.fault("write", error)
+        if isinstance(error, DiskFull) and self._current is not None:
+            self._files.lower(error, self._settings.segment_bytes)
         self._current = None
         self._added.clear()
         self._appender.give_up()
 
     # --- giving files back ---
+
+    def _make_room(self) -> list[tuple[BlockHeader, memoryview]]:
+        """Give files back while there is none that is being written; returns what is worth copying
+        of the last one."""
+        carried: list[tuple[BlockHeader, memoryview]] = []
+        while not self._has_room():
+            segment, carried = self._files.victim(None), []
+            with contextlib.suppress(Unavailable):  # without an index, it only goes
+                if segment.hot_pages:
+                    carried = list(self._files.hot_in(segment, self._copy_bytes))
+            self._clean(segment)
+        return carried
+
+    @property
+    def _copy_bytes(self) -> int:
+        return int(self._settings.segment_bytes * COPY_SHARE)
 
     def _clean(self, segment: Segment) -> None:
         """Copy what is worth it forward, where there is a file for it, then give the file back."""
@@ -308,23 +315,10 @@ class FlashLog:
                 each.file.sync()
 
     def _copy_forward(self, segment: Segment) -> None:
-        rows = self._files.index_of(segment).rows
-        places = places_of(segment, rows)
-        hot = self.catalog.hot(table.hashes_in(rows["key"]), places)
-        left = int(self._settings.segment_bytes * COPY_SHARE)
-        for row, place in zip(rows[hot], places[hot].tolist(), strict=True):
-            size = table.pages_in(place) * PAGE
-            left -= size
-            if left < 0:
-                break
-            key = row["key"].tobytes()
-            fetched = self.catalog.read(key, place, page_memory(size))
-            if fetched is None:
-                continue
-            if fetched.copy_to(fetched.payload):
-                self._add(fetched.header, fetched.payload, "copied")
-            else:
-                self.catalog.found_wrong(key, place)
+        # What was carried is in this file already: together they fit.
+        left = self._copy_bytes - (self._appender.position - PAGE)
+        for header, payload in self._files.hot_in(segment, left):
+            self._add(header, payload, "copied")
 
     # --- erasing ---
 

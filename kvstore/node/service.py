@@ -35,8 +35,9 @@ from kvass.kvstore.eviction.policy import ChainLru, Eviction
 from kvass.kvstore.eviction.reuse import ReuseEviction
 from kvass.kvstore.flash.appender import DEPTH as WRITES
 from kvass.kvstore.flash.disk import open_files_max
-from kvass.kvstore.flash.log import FlashLog, LogSettings
+from kvass.kvstore.flash.log import FlashLog
 from kvass.kvstore.flash.own_folder import own_folder
+from kvass.kvstore.flash.settings import LogSettings
 from kvass.kvstore.index.index import Index, Limits
 from kvass.kvstore.index.shares import Allotments
 from kvass.kvstore.node.chores import survived

@@ -10,7 +10,8 @@ import anyio
 
 from inline import InlineFutures
 from kvass.kvstore.flash.disk import PAGE
-from kvass.kvstore.flash.log import FlashLog, LogSettings
+from kvass.kvstore.flash.log import FlashLog
+from kvass.kvstore.flash.settings import LogSettings
 from memory_disk import MemoryDisk
 from store_sim import SimNode
 

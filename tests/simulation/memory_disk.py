@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvass.common.errors import Unavailable
+from kvass.kvstore.flash.folder import DiskFull
 
 # Creating, removing and syncing a file cost this many bytes of the budget: so death comes there,
 # too.
@@ -48,6 +49,8 @@ class MemoryFile:
 
     def write(self, offset: int, data: memoryview) -> None:
         self._disk.attempt("write", self._name)
+        if self._disk.is_full:
+            raise DiskFull(f"flash: cannot write {self._name}: No space left on device")
         allowed = self._disk.spend(len(data))
         part = bytes(data[:allowed])
         self._content.data[offset : offset + len(part)] = part
@@ -68,12 +71,15 @@ class MemoryFile:
 
 class MemoryDisk:
     """Mutable fields: `files` by name; `budget` (bytes that may still be written before the process
-    dies, None: no end), `written`, `refuses` (says why an operation on a file fails, or None),
-    `renewals` (see `Disk`)."""
+    dies, None: no end), `room` (for all files together, None: no end), `is_full` (it
+    writes nothing, promised or not), `written`, `refuses` (says
+    why an operation on a file fails, or None), `renewals` (see `Disk`)."""
 
     def __init__(self) -> None:
         self.files: dict[str, _Content] = {}
         self.budget: int | None = None
+        self.room: int | None = None
+        self.is_full = False
         self.written = 0
         self.renewals = 0
         self.refuses: Callable[[str, str], str | None] = lambda what, name: None
@@ -85,6 +91,8 @@ class MemoryDisk:
         self.attempt("create", name)
         self.step()
         assert name not in self.files
+        if self.room is not None and self.taken() + size > self.room:
+            raise DiskFull(f"flash: cannot create {name}: No space left on device")
         self.files[name] = _Content(bytearray(size), bytearray(size))
         return MemoryFile(self, name, self.files[name])
 
@@ -99,6 +107,10 @@ class MemoryDisk:
 
     def close(self) -> None:
         pass
+
+    def taken(self) -> int:
+        """Return the bytes of all files."""
+        return sum(len(content.data) for content in self.files.values())
 
     # --- what a test does to it ---
 
