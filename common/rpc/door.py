@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import anyio
 
 from kvass.common.errors import Overloaded
+from kvass.common.pacing import Pacing
 
 _log = logging.getLogger(__name__)
 
@@ -26,15 +27,13 @@ TELL_EVERY_S = 10.0  # whoever is refused comes again and again: the log has a l
 class Door:
     """Counts one listener's connections.
 
-    Mutable fields: `_strangers` (the longest here first), `peers`, `_told_s` and `_untold` (when a
-    refusal was logged last, and how many were not since).
+    Mutable fields: `_strangers` (the longest here first), `peers`, `_pacing` (of refusals' lines).
     """
 
     def __init__(self) -> None:
         self._strangers: dict[anyio.CancelScope, None] = {}
         self.peers = 0
-        self._told_s = -TELL_EVERY_S
-        self._untold = 0
+        self._pacing = Pacing(TELL_EVERY_S)
 
     @property
     def strangers(self) -> int:
@@ -67,10 +66,7 @@ class Door:
 
     def tell(self, reason: Callable[[], str]) -> None:
         """Log why a connection was refused, unless another one's reason was logged just now."""
-        now_s = anyio.current_time()
-        if now_s - self._told_s < TELL_EVERY_S:
-            self._untold += 1
-            return
-        more = f" ({self._untold} more were refused since the last line)" if self._untold else ""
-        _log.warning("refused a connection from %s%s", reason(), more)
-        self._told_s, self._untold = now_s, 0
+        more = self._pacing.more(anyio.current_time())
+        if more is not None:
+            others = f" ({more} more were refused since the last line)" if more else ""
+            _log.warning("refused a connection from %s%s", reason(), others)

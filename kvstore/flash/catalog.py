@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from kvass.common.block import BlockHeader
 from kvass.common.checksum import sums
 from kvass.common.errors import Unavailable
+from kvass.common.pacing import Pacing
 from kvass.kvstore.flash import records, table
 from kvass.kvstore.flash.disk import PAGE
 from kvass.kvstore.flash.segment import Segment
@@ -38,12 +40,14 @@ class Fetched:
 
 
 class Catalog:
-    """Mutable fields: `segments` by sequence, `_table`, `counts`; all under `_lock`."""
+    """Mutable fields: `segments` by sequence, `_table`, `counts`, `_pacing` (of lines about corrupt
+    blocks); all under `_lock`."""
 
     def __init__(self) -> None:
         self.segments: dict[int, Segment] = {}
         self.counts: Counter[str] = Counter()
         self._table = Table()
+        self._pacing = Pacing()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -99,7 +103,12 @@ class Catalog:
         """What was read there is not what was written: nobody finds it any more."""
         if self.remove(table.hashes_of([key]), np.array([place], dtype=np.uint64)).any():
             self.counts["corrupt"] += 1  # else it was dropped or freed while it was read
-            _log.error("flash: block %s is corrupt; it is not found any more", key.hex())
+            with self._lock:
+                more = self._pacing.more(time.monotonic())
+            if more is not None:
+                others = f" ({more} more since the last line)" if more else ""
+                text = "flash: block %s is corrupt; it is not found any more%s"
+                _log.error(text, key.hex(), others)
 
     def put(self, hashes: U64, places: U64) -> None:
         """Let these be the newest records of their keys; of one that comes twice, the last."""

@@ -51,7 +51,7 @@ def flipped(data: bytes) -> bytes:
     "how", [flipped, lambda data: data[:-1], lambda data: b"", lambda data: bytes(len(data))]
 )
 async def test_what_was_changed_there_is_a_miss_and_is_deleted(
-    how: Callable[[bytes], bytes],
+    how: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with cluster() as sim:
         objects = MemoryObjects()
@@ -66,6 +66,8 @@ async def test_what_was_changed_there_is_a_miss_and_is_deleted(
         counts = await at_rest(sim)
         assert counts["bucket_corrupt"] and counts["bucket_blocks"] == 0
         assert node.index.counts()["corrupt"] == 0
+        said = [each for each in caplog.messages if each.startswith("bucket: block")]
+        assert len(said) == 1, "not a line for each"
 
 
 async def test_swapped_objects_are_misses() -> None:

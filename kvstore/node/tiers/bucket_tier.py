@@ -19,6 +19,7 @@ import anyio.abc
 
 from kvass.common.errors import Unavailable
 from kvass.common.executor import Executor
+from kvass.common.pacing import Pacing
 from kvass.kvstore.flash.catalog import Fetched
 from kvass.kvstore.flash.disk import PAGE
 from kvass.kvstore.flash.records import DropOrder
@@ -42,8 +43,9 @@ _COUNTS = (
 
 
 class BucketTier:
-    """Mutable fields: `bucket`, the parts that read and write it, and `closed`, which the owner
-    sets: nothing is served from the bucket, and nothing goes there. It is a `rises.Source`;
+    """Mutable fields: `bucket`, the parts that read and write it, `_pacing` (of lines about corrupt
+    blocks), and `closed`, which the owner sets: nothing is served from the bucket, and nothing goes
+    there. It is a `rises.Source`;
     `executor` runs what is copied and hashed."""
 
     name = "bucket"
@@ -58,6 +60,7 @@ class BucketTier:
     ) -> None:
         self.bucket = bucket
         self.closed = False
+        self._pacing = Pacing()
         self._state = state
         self._reads = anyio.CapacityLimiter(READS)
         self._uploads = Uploads(bucket, state, slab, executor)
@@ -184,7 +187,11 @@ class BucketTier:
         where = self.bucket.shelf.where(place)
         if where is not None:
             self.counts["corrupt"] += 1
-            _log.error("bucket: block %s is corrupt; object %s is deleted", key.hex(), where[0])
+            more = self._pacing.more(self._state.now_s())
+            if more is not None:
+                others = f" ({more} more since the last line)" if more else ""
+                text = "bucket: block %s is corrupt; object %s is deleted%s"
+                _log.error(text, key.hex(), where[0], others)
             self.bucket.forget([where[0]])
 
     def totals(self) -> dict[str, int]:
