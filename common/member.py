@@ -27,7 +27,7 @@ import anyio.abc
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from kvass.common import bus, metrics, seal, wire
+from kvass.common import bus, metrics, metrics_port, seal, wire
 from kvass.common.clock import Clock, RealClock
 from kvass.common.config import DEFAULT_BROKER, Config, difference
 from kvass.common.errors import Incompatible, Invalid, KvassError, Unauthorized, Unavailable
@@ -153,7 +153,7 @@ class Member:
 
     @asynccontextmanager
     async def _join_and_leave(self) -> AsyncIterator[None]:
-        endpoint = metrics.serve(self._host, self.registry)
+        endpoint = metrics_port.serve(self._host, self.registry)
         self._peer = msgspec.structs.replace(self._peer, metrics_address=endpoint.address)
         try:
             async with self.linked() as tasks:

@@ -2,23 +2,20 @@
 
 A process builds the groups that it needs on its member's registry, once; nothing is registered at
 import. Names are public: dashboards and alerts depend on them. It refuses to know how a value comes
-about: owners set gauges, or give a function that is read when somebody looks.
+about: owners set gauges, or give a function that is read when somebody looks; and who looks, which
+is `metrics_port.py`'s.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from wsgiref.simple_server import WSGIServer
 
-import anyio.to_thread
 from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
     Histogram,
     ProcessCollector,
-    start_http_server,
 )
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
@@ -366,27 +363,3 @@ class RequestMetrics:
             buckets=_END_TO_END_S,
             registry=registry,
         )
-
-
-class Endpoint:
-    """A process's `/metrics`, on a port of its own and in a thread of its own."""
-
-    def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
-        self._server = server
-        self._thread = thread
-        host, port = server.server_address[:2]
-        self.address = f"{host!s}:{port}"
-
-    async def close(self) -> None:
-        """Stop answering; returns when the thread has ended."""
-        await anyio.to_thread.run_sync(self._close)
-
-    def _close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
-def serve(host: str, registry: CollectorRegistry) -> Endpoint:
-    """Serve a registry on a free port of `host`."""
-    return Endpoint(*start_http_server(0, addr=host, registry=registry))

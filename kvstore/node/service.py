@@ -14,7 +14,7 @@ import anyio
 import anyio.abc
 from anyio import to_thread
 
-from kvass.common import metrics, namesakes
+from kvass.common import metrics, metrics_port, namesakes
 from kvass.common.bus import check_name
 from kvass.common.clock import LoopClock
 from kvass.common.config import DEFAULT_BROKER, Config, StoreConfig
@@ -117,7 +117,7 @@ async def _serve_alone(
     registry = metrics.new_registry()
     observer = Observer(registry)
     async with open_node(config, hello) as (node, address):
-        endpoint = metrics.serve(config.host, registry)
+        endpoint = metrics_port.serve(config.host, registry)
         node.watch(observer.moved)
         try:
             node.set_nodes([StoreNode(name, address, config.store.slab_bytes, who.host_id)])
