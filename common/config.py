@@ -127,7 +127,7 @@ class StoreConfig:
 class WorkerConfig:
     """What prefill and decode workers share."""
 
-    pool_share: float = 0.1  # of the host's memory, for the paged KV pool
+    pool_share: float = 0.1  # of the host's (or container's) memory, for the paged KV pool
     pool_blocks: int = 0  # overrides pool_share when not 0
     chunk_tokens: int = 512  # most prompt tokens in one step
     batch_requests: int = 32  # most requests or jobs in flight; more wait, then get 429

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import os
-from pathlib import Path
 
+from kvass.common import control_groups
+from kvass.common.control_groups import HERE, View
 from kvass.common.errors import Invalid
 
-QUOTA = Path("/sys/fs/cgroup/cpu.max")
 CPU_MAX = 1 << 16
 
 
@@ -48,16 +48,10 @@ def require(text: str, name: str) -> set[int]:
     return wanted
 
 
-def usable() -> int:
+def usable(view: View = HERE) -> int:
     """Return how many threads can compute at once: cores that this process may use, and no more
-    than its control group has time for."""
-    cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = QUOTA.read_text().split()
-        cores = min(cores, math.ceil(int(quota) / int(period)))
-    except (OSError, ValueError):
-        pass  # no control group of its own, or one without a quota ("max")
-    return max(cores, 1)
+    than its control groups have time for."""
+    return max(math.ceil(min(len(os.sched_getaffinity(0)), control_groups.cores(view))), 1)
 
 
 def ranges_of(cores: set[int]) -> str:

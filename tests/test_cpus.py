@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvass.common import cpus
+from kvass.common.control_groups import View
 from kvass.common.errors import Invalid
 
 
@@ -58,8 +59,8 @@ def test_a_container_s_quota_counts(
     quota: str, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """64 threads in a container with time for two would stand still most of the time."""
-    file = tmp_path / "cpu.max"
-    file.write_text(quota)
-    monkeypatch.setattr(cpus, "QUOTA", file)
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_text("0::/\n")
+    (tmp_path / "cpu.max").write_text(quota)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
-    assert cpus.usable() == threads
+    assert cpus.usable(View(tmp_path, tmp_path)) == threads

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import psutil
-
+from kvass.common import control_groups
 from kvass.common.block import BlockLayout
 from kvass.common.config import WorkerConfig
 from kvass.common.errors import Invalid
@@ -18,7 +17,7 @@ def pool_slots(layout: BlockLayout, worker: WorkerConfig, role: str, max_model_l
     if worker.pool_blocks:
         slots, source = worker.pool_blocks, f"{role}.pool_blocks"
     else:
-        share = worker.pool_share * psutil.virtual_memory().total
+        share = worker.pool_share * control_groups.total_bytes()
         slots, source = int(share // layout.block_size), f"{role}.pool_share {worker.pool_share:g}"
     if slots < need:
         blocks = f"{slots} block{'s' * (slots != 1)}"

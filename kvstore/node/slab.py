@@ -4,8 +4,8 @@ matter."""
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 
+from kvass.common.control_groups import available_bytes
 from kvass.common.errors import Invalid
 from kvass.common.pages import shared_pages
 from kvass.common.transport.seam import Region
@@ -48,21 +48,6 @@ def _check_host(size_bytes: int) -> None:
     available = available_bytes()
     if not 0 < size_bytes <= available * HOST_SHARE:
         raise Invalid(
-            f"store.slab_bytes is {size_bytes}; this host can give {available} bytes now, of which "
-            f"at most {HOST_SHARE:.0%} may be a slab"
+            f"store.slab_bytes is {size_bytes}; this host can give {available} bytes now (limits "
+            f"of control groups counted), of which at most {HOST_SHARE:.0%} may be a slab"
         )
-
-
-def available_bytes() -> int:
-    """Return the memory that the host (or this process's control group) can still give."""
-    fields = dict(
-        line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line
-    )
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    limit = Path("/sys/fs/cgroup/memory.max")
-    usage = Path("/sys/fs/cgroup/memory.current")
-    try:
-        available = min(available, int(limit.read_text()) - int(usage.read_text()))
-    except (OSError, ValueError):
-        pass  # no control group of its own, or one without a limit ("max")
-    return available
