@@ -259,9 +259,10 @@ async def test_an_address_that_is_not_here_is_invalid(host: str) -> None:
 
 
 async def test_a_process_without_descriptors_keeps_its_connections_and_looks_again(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It ended: every store node and worker could be stopped by connections that say nothing."""
+    """It ended: every store node and worker could be stopped by connections that say nothing. Then
+    its log had two lines a second."""
     monkeypatch.setattr(server, "ACCEPT_PAUSE_S", 0.0)
     served: list[int] = []
 
@@ -283,6 +284,7 @@ async def test_a_process_without_descriptors_keeps_its_connections_and_looks_aga
         await server.accept(Listener(), cast(Any, serve))
     assert caught.group_contains(OSError, match="out of something")
     assert served == [0, 1, 2]
+    assert caplog.text.count("no connection can be accepted") == 1, "now and then"
 
 
 async def test_nobody_there() -> None:

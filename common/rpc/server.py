@@ -17,9 +17,10 @@ import anyio.lowlevel
 
 from kvass.common import errors
 from kvass.common.addresses import address_named
+from kvass.common.pacing import Pacing
 from kvass.common.rpc import hello as handshake
 from kvass.common.rpc.credentials import Credentials
-from kvass.common.rpc.door import Door
+from kvass.common.rpc.door import TELL_EVERY_S, Door
 from kvass.common.rpc.frames import (
     CALL,
     CANCEL,
@@ -353,6 +354,7 @@ async def accept(listener: Any, serve: Callable[[Connection], Awaitable[None]]) 
 
     A process that has no descriptor left goes on with the connections that it has, and looks again.
     """
+    pacing = Pacing(TELL_EVERY_S)
     async with anyio.create_task_group() as tasks:
         while True:
             try:
@@ -360,7 +362,11 @@ async def accept(listener: Any, serve: Callable[[Connection], Awaitable[None]]) 
             except* OSError as group:
                 if any(error.errno not in _EXHAUSTED for error in _leaves(group)):
                     raise
-                _log.warning("no connection can be accepted: %s", next(_leaves(group)))
+                more = pacing.more(anyio.current_time())
+                if more is not None:
+                    others = f" ({more} more times since the last line)" if more else ""
+                    why = next(_leaves(group))
+                    _log.warning("no connection can be accepted: %s%s", why, others)
             await anyio.sleep(ACCEPT_PAUSE_S)
 
 

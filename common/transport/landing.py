@@ -21,6 +21,7 @@ import time
 
 import anyio
 
+from kvass.common.descriptors import require_free
 from kvass.common.errors import DeadlineExceeded, Invalid, KvassError, TransferFailed
 from kvass.common.transport.identity import Identity
 from kvass.common.transport.loans import LoanBook
@@ -182,6 +183,7 @@ class TcpLanding:
             self._memory = mmap.mmap(-1, self._book.size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         if self._agent is None or self._card is None:
+            require_free("landing memory for TCP")
             self._generation += 1
             name = f"{self._identity.start_id}.landing.{self._generation}"
             agent = Agent(name, self._environment)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvass.common.checksum import Sums
+from kvass.common.descriptors import require_free
 from kvass.common.errors import Invalid, KvassError, Overloaded, TransferFailed, Unavailable
 from kvass.common.transport.copies import check, joined, slices
 from kvass.common.transport.identity import Identity
@@ -109,6 +110,7 @@ class TcpTransport:
         peer.used = self._opened
         if peer.agent is None:
             self._make_room()
+            require_free("an agent that writes over TCP")
             agent = Agent(f"{self._identity.start_id}.out.{self._opened}", self._environment)
             try:
                 agent.register(self._regions)

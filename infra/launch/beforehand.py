@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from kvass.common import cpus
+from kvass.common import cpus, descriptors
 from kvass.common.addresses import require_interface, require_own
 from kvass.common.config import Config
 from kvass.common.errors import Invalid
@@ -26,12 +26,14 @@ from kvass.kvstore.objects.extra import require_client
 
 
 def require_places(config: Config) -> None:
-    """Refuse, with Invalid, what is wrong with addresses, ports, cores and secrets."""
+    """Refuse, with Invalid, what is wrong with addresses, ports and secrets, and a limit of open
+    files that is too low."""
     if config.store.standalone:
         raise Invalid(
             "store.standalone is set: the nodes of `kvass up` belong to its cluster; "
             "`kvass store --standalone` runs one by itself"
         )
+    descriptors.require_enough()
     require_own(config.gateway.host, config.gateway.port, section="gateway.")
     require_own(config.host)
     require_interface(config.transport.interface)

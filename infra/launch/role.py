@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import resource
 import signal
 import sys
 import threading
@@ -24,7 +23,7 @@ import anyio
 import anyio.abc
 import psutil
 
-from kvass.common import cpus, event_loop
+from kvass.common import cpus, descriptors, event_loop
 from kvass.common.addresses import require_own
 from kvass.common.config import DEFAULT_MODEL, Config
 from kvass.common.errors import Invalid, KvassError
@@ -35,7 +34,6 @@ from kvass.common.rpc.credentials import credentials_of
 _log = logging.getLogger(__name__)
 
 STOP_S = 30.0  # a gateway lets answers end for 20 s; what is still here after this is killed
-DESCRIPTORS = 65_536  # of a process, where the system allows as many
 # Then the seconds of imports and of set-up, and of parts of this as name=seconds; read by the
 # supervisor.
 READY_MARK = "\x02ready "
@@ -75,7 +73,6 @@ def run_role(role: Role, config: Config, member_id: str, *, supervised: bool = F
     `supervised`: by `kvass up`, which reads READY_MARK, and whose end is this process's.
     """
     configure_logging()
-    _allow_descriptors()
     if supervised:
         threading.Thread(target=_end_with_supervisor, name="supervisor", daemon=True).start()
     # Imports are counted from the start of the process: the command line's are among them.
@@ -85,6 +82,7 @@ def run_role(role: Role, config: Config, member_id: str, *, supervised: bool = F
     # process).
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
+        descriptors.allow()
         if role != "gateway":  # before there are threads that compute, and memory
             cpus.pin(getattr(config, role).cpus, f"{role}.cpus")
             library.in_use()
@@ -152,14 +150,6 @@ def _end_with_supervisor() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(STOP_S)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _allow_descriptors() -> None:
-    """Use what the system allows: a thousand peers take more than the usual soft limit of 1,024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def configure_logging() -> None:
