@@ -99,6 +99,7 @@ class TcpLanding:
         self._card: EndpointCard | None = None
         self._generation = 0
         mover.post(lambda: mover.watch(self))
+        mover.tend(self)
         mover.on_close(self._close)
 
     async def lend(self, size: int) -> TcpLoan | None:
@@ -138,6 +139,15 @@ class TcpLanding:
         """Return whether bytes may arrive, or their writer waits for our answer."""
         with self._lock:
             return not self._book.is_empty()
+
+    def has_agents(self) -> bool:
+        """Return whether there is an agent; on the mover's thread."""
+        return self._agent is not None
+
+    def tend(self) -> None:
+        """Poll once; what arrives then is late, or somebody's who waits."""
+        if self._agent is not None:
+            self.poll()
 
     def poll(self) -> Progress:
         """Place arriving bytes, report whole writes, rebuild when it is due. The mover calls it."""

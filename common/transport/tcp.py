@@ -56,6 +56,7 @@ class TcpTransport:
         self._environment = tcp_environment(interface)
         self._peers: dict[str, _Peer] = {}
         self._opened = 0
+        mover.tend(self)
         mover.on_close(self._close)
 
     def card(self) -> EndpointCard:
@@ -100,7 +101,28 @@ class TcpTransport:
 
     def detach(self, start_id: str) -> None:
         """Forget a peer; writes in flight to it fail."""
-        self._mover.post(lambda: self._forget(start_id))
+        try:
+            self._mover.post(lambda: self._forget(start_id))
+        except (Overloaded, Unavailable) as error:
+            # Closed: no agent is left. Too busy: the idle peer makes room when another one comes.
+            _log.debug("tcp: peer %s is not forgotten yet: %s", start_id, error)
+
+    def has_agents(self) -> bool:
+        """Return whether there is an agent; on the mover's thread."""
+        return any(peer.agent is not None for peer in self._peers.values())
+
+    def tend(self) -> None:
+        """Let each agent make progress. Nobody has a loan of it, so no tag that it is told is
+        waited for."""
+        for peer in list(self._peers.values()):
+            if peer.agent is None:
+                continue
+            try:
+                peer.agent.notifications()
+            except KvassError as error:
+                _log.debug("tcp: the agent for peer %s: %s", peer.card.start_id, error)
+                if not peer.writes:  # else they find out
+                    self.tear_down(peer)
 
     def open_agent(self, peer: _Peer) -> Agent:
         """Return the peer's agent, connected; on the mover's thread."""

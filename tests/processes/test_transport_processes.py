@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -308,6 +310,34 @@ async def test_data_ports_are_lazy_and_on_loopback(pair: Pair) -> None:
     await write_to(peer, own, array, MIB)
     for ports in (listening(peer.pid), listening(os.getpid()) - before):
         assert ports and {address for address, _ in ports} == {"127.0.0.1"}
+
+
+async def test_a_peer_that_is_detached_leaves_no_port(pair: Pair) -> None:
+    peer, own, array = pair
+    before = listening(os.getpid())
+    await write_to(peer, own, array, MIB)
+    assert len(listening(os.getpid()) - before) == 1
+    own.writer.detach(peer.card.start_id)
+    await until(lambda: listening(os.getpid()) == before, 5)
+
+
+async def test_strangers_at_an_idle_agent_s_port_are_forgotten(pair: Pair) -> None:
+    """UCX accepts them by itself; they stayed in CLOSE_WAIT until bytes moved."""
+    peer, own, array = pair
+    before = listening(os.getpid())
+    await write_to(peer, own, array, MIB)
+    ports = listening(peer.pid) | (listening(os.getpid()) - before)
+    used = open_fds(peer)
+    for address in ports:  # of the landing there, and of the agent here
+        for _ in range(50):
+            socket.create_connection(address, timeout=2).close()
+    await anyio.sleep(0.2)  # by now UCX has accepted them
+    await until(lambda: all(map(operator.le, open_fds(peer), used)), 15)
+    await write_to(peer, own, array, MIB)
+
+
+def open_fds(peer: Peer) -> list[int]:
+    return [psutil.Process(pid).num_fds() for pid in (os.getpid(), peer.pid)]
 
 
 async def test_an_idle_process_uses_no_cpu(pair: Pair) -> None:

@@ -64,6 +64,21 @@ async def test_few_bytes_over_tcp_wake_no_thread(
         assert len(woken) == threads_woken
 
 
+async def test_a_reader_over_tcp_that_leaves_is_written_to_no_more() -> None:
+    """The node kept an agent for each, with a port, until there were 64."""
+    async with cluster() as sim:
+        node = sim.add_node("store-0", setting="tcp")
+        writer, reader = sim.add_worker("a", setting="tcp"), sim.add_worker("b", setting="tcp")
+        await push(writer, chain_of(4), range(4))
+        assert await pull(reader, chain_of(4), range(4)) == set(range(4))
+        peers = node.node._state.endpoints.writer._peers  # type: ignore[attr-defined]
+        assert list(peers._cards) == [reader.hello.start_id]
+        sim.kill_worker(reader)
+        await anyio.sleep(0.5)
+        assert not peers._cards
+        await at_rest(sim)
+
+
 async def test_a_hole_is_only_a_hole() -> None:
     async with cluster() as sim:
         sim.add_node("store-0")

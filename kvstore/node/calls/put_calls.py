@@ -75,10 +75,12 @@ class PutCalls:
         return {"too_large_bytes": size, "too_large_room_bytes": room}
 
     def leave(self, session: str) -> None:
-        """A peer's connection has ended: its puts are over, and its memory is its own again."""
+        """A peer's connection has ended: its puts are over, its memory is its own again, and so is
+        what it was written to over TCP (an agent here, with a port and five descriptors)."""
         self._ways.pop(session, None)
         if self._state.endpoints.reader is not None:
             self._state.endpoints.reader.detach(session)
+        self._state.endpoints.writer.detach(session)
         for put_id in [p for p, lent in self._lent.items() if lent.session == session]:
             self._lent.pop(put_id).loan.abandon()
         self._state.index.leave(session, self._state.now_s())
