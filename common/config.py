@@ -8,6 +8,7 @@ program turns into an option). Nobody writes to a config; derived values are pro
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     ByteSize,
     ConfigDict,
@@ -52,6 +54,8 @@ def _size(value: object) -> object:
 
 
 Size = Annotated[int, BeforeValidator(_size)]
+# After `=` no shell expands `~`, and in a file nobody does.
+File = Annotated[str, AfterValidator(os.path.expanduser)]
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
@@ -71,12 +75,12 @@ class ClusterConfig:
     # What a member proves to know before it is listened to; see secret.py for where else it is
     # looked for. In a file only: a command line is everybody's to read.
     secret: SecretStr = SecretStr("")
-    secret_file: str = ""
+    secret_file: File = ""
     # PEM files; all three or none. TLS on every RPC connection, each side showing its certificate,
     # which `tls_ca` must have signed: a CA that signs for nobody else, since any it signs may join.
-    tls_cert: str = ""
-    tls_key: str = ""
-    tls_ca: str = ""
+    tls_cert: File = ""
+    tls_key: File = ""
+    tls_ca: File = ""
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
@@ -100,7 +104,7 @@ class StoreConfig:
     # for a slab of 64 GiB, which one core hashes in a fraction of a millisecond.
     scrub_s: float = 86_400.0
     cpus: str = ""  # the cores that it may use, such as 0-7,16; empty: those that it was given
-    flash_dir: str = ""  # on a local disk; nodes of one host may share it. Empty: no second tier
+    flash_dir: File = ""  # on a local disk; nodes of one host may share it. Empty: no second tier
     flash_bytes: Size = 16 << 30
     flash_segment_bytes: Size = 64 << 20  # of each of its files
     flash_unsynced_bytes: Size = 256 << 20  # what a power cut may cost, at most
@@ -160,7 +164,7 @@ class GatewayConfig:
     stage_s: float = 2.0
     # TOML: each tenant's name and its keys, or their SHA-256 (api_keys.py). Empty: no key is asked
     # for, and all requests are one tenant's.
-    api_keys_file: str = ""
+    api_keys_file: File = ""
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)

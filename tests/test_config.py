@@ -147,3 +147,15 @@ def test_settings_in_the_readme_are_settings() -> None:
     assert len(given) >= 3
     for override in given:
         config.load(None, [override])
+
+
+def test_a_home_is_expanded_in_names_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/ann")
+    file = tmp_path / "kvass.toml"
+    file.write_text('[cluster]\nsecret_file = "~/secret"\n[gateway]\napi_keys_file = "keys~"\n')
+    loaded = config.load(file, ["store.flash_dir=~/flash"])
+    assert loaded.store.flash_dir == "/home/ann/flash"
+    assert loaded.cluster.secret_file == "/home/ann/secret"
+    assert (loaded.gateway.api_keys_file, loaded.cluster.tls_ca) == ("keys~", "")

@@ -9,6 +9,7 @@ from kvass.kvstore.flash.appender import BUFFER_BYTES
 from kvass.kvstore.flash.disk import FILES_MAX, PAGE
 from kvass.kvstore.flash.files import SEGMENTS_MIN
 
+SEGMENT_MIN = 4 * PAGE  # its head, a record, its index
 SEGMENT_MAX = 1 << 30  # one that was not sealed is read whole at a start
 
 
@@ -24,12 +25,17 @@ class LogSettings:
 
     def __post_init__(self) -> None:
         size = self.segment_bytes
-        if size % PAGE or not 4 * PAGE <= size <= SEGMENT_MAX:
+        if size % PAGE or not SEGMENT_MIN <= size <= SEGMENT_MAX:
             raise Invalid(
-                f"flash: segments of {size} bytes; expected whole pages of {PAGE}, up to "
-                f"{SEGMENT_MAX}"
+                f"store.flash_segment_bytes is {size}; expected {SEGMENT_MIN} to {SEGMENT_MAX}, in "
+                f"whole pages of {PAGE}"
             )
-        if self.flash_bytes < SEGMENTS_MIN * size:
+        least = SEGMENTS_MIN * size
+        if self.flash_bytes < least:
+            fits = self.flash_bytes // SEGMENTS_MIN // PAGE * PAGE
+            or_less = f", or store.flash_segment_bytes to {fits}" if fits >= SEGMENT_MIN else ""
             raise Invalid(
-                f"flash: {self.flash_bytes} bytes hold fewer than {SEGMENTS_MIN} segments of {size}"
+                f"store.flash_bytes is {self.flash_bytes}, and holds fewer than {SEGMENTS_MIN} "
+                f"files of store.flash_segment_bytes ({size}): set store.flash_bytes to {least} or "
+                f"more{or_less}"
             )
