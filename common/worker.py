@@ -104,6 +104,7 @@ def pool_load(means: Means) -> dict[str, int | float | str]:
         "total_blocks": pool.total,
         "used_blocks": pool.used,
         "cached_blocks": pool.counts()["cached"],
+        "emptied_count": pool.emptied_count,
         "prefill_tokens_s": round(costs.tokens_per_s, 1),
         "pull_bytes_s": round(costs.bytes_per_s),
         DETERMINISTIC: _yes_or_no(engine),

@@ -104,7 +104,7 @@ class Fleet:
         waits here; where several gateways serve, each takes its part.
         """
         live = self.members.live("decode")
-        workers = [Worker.of_load(p.member_id, p.start_id, self.members.load_of(p)) for p in live]
+        workers = [self._said(peer) for peer in live]
         if not workers or not all(worker.running_max for worker in workers):
             return None
         batches = sum(worker.running_max for worker in workers)
@@ -124,8 +124,15 @@ class Fleet:
         """Name the blocks of a private token sequence as the workers do."""
         return self.served.chain(tokens, salt, self.namespace())
 
+    def note_pool(self, peer: Peer, chain: Chain) -> None:
+        """Note that a decode worker has a chain's blocks in its pool now."""
+        self.affinity.record(self._said(peer).pool_id, chain.keys)
+
+    def _said(self, peer: Peer) -> Worker:
+        return Worker.of_load(peer.member_id, peer.start_id, self.members.load_of(peer))
+
     def _view(self, peer: Peer) -> Worker:
-        worker = Worker.of_load(peer.member_id, peer.start_id, self.members.load_of(peer))
+        worker = self._said(peer)
         own = [call for call in self._calls if call.peer.start_id == peer.start_id]
         return replace(
             worker,

@@ -37,6 +37,7 @@ class Worker:
     waiting_max: int = 0  # how many may wait; 0: it did not say
     running_max: int = 0  # how many it serves at once; 0: it did not say
     total_blocks: int = 0  # of its pool; 0: it did not say
+    emptied_count: int = 0  # how often its pool was emptied, as by `kvass drop`
     prefill_tokens_s: float = PREFILL_TOKENS_S
     has_measured: bool = False  # prefill_tokens_s is its own figure
     pull_bytes_s: float = PULL_BYTES_S
@@ -58,10 +59,16 @@ class Worker:
             waiting_max=int(number("waiting_max", 0)),
             running_max=int(number("running_max", 0)),
             total_blocks=int(number("total_blocks", 0)),
+            emptied_count=int(number("emptied_count", 0)),
             prefill_tokens_s=number("prefill_tokens_s", PREFILL_TOKENS_S),
             has_measured=number("prefill_tokens_s", 0) > 0,
             pull_bytes_s=number("pull_bytes_s", PULL_BYTES_S),
         )
+
+    @property
+    def pool_id(self) -> str:
+        """Name what is in its pool now: once that was emptied, it is another pool."""
+        return f"{self.start_id} {self.emptied_count}"
 
     @property
     def queue_s(self) -> float:
@@ -103,24 +110,27 @@ class Route:
 class Affinity:
     """Which workers had which blocks lately: a guess that decides ties and saves moves.
 
+    It also decides whether prefill is asked, so it names pools, not workers: of one that was
+    emptied nothing is believed that was noted before.
+
     Mutable field: `_holders`, by key, least recently used first, at most `keys_max`; of each key
-    the starts of the workers that last had it, latest last.
+    the pools that last had it, latest last.
     """
 
     keys_max: int = AFFINITY_KEYS
     _holders: OrderedDict[BlockKey, tuple[str, ...]] = field(default_factory=OrderedDict)
 
-    def record(self, start_id: str, keys: Iterable[BlockKey]) -> None:
-        """Note that a worker has these blocks in its pool now."""
+    def record(self, pool_id: str, keys: Iterable[BlockKey]) -> None:
+        """Note that a pool has these blocks now."""
         for key in keys:
-            others = (each for each in self._holders.pop(key, ()) if each != start_id)
-            self._holders[key] = (*others, start_id)[-AFFINITY_WORKERS:]
+            others = (each for each in self._holders.pop(key, ()) if each != pool_id)
+            self._holders[key] = (*others, pool_id)[-AFFINITY_WORKERS:]
         while len(self._holders) > self.keys_max:
             self._holders.popitem(last=False)
 
-    def blocks(self, start_id: str, keys: Sequence[BlockKey]) -> set[int]:
-        """Return the indices of the keys that a worker is thought to have."""
-        return {index for index, key in enumerate(keys) if start_id in self._holders.get(key, ())}
+    def blocks(self, pool_id: str, keys: Sequence[BlockKey]) -> set[int]:
+        """Return the indices of the keys that a pool is thought to have."""
+        return {index for index, key in enumerate(keys) if pool_id in self._holders.get(key, ())}
 
     def __len__(self) -> int:
         return len(self._holders)

@@ -179,7 +179,7 @@ class Session:
             prompt,
             decodes,
             fleet.workers("prefill"),
-            local={each.start_id: fleet.affinity.blocks(each.start_id, keys) for each in decodes},
+            local={each.start_id: fleet.affinity.blocks(each.pool_id, keys) for each in decodes},
             prefill_tokens_min=fleet.config.prefill_tokens_min,
         )
 
@@ -383,7 +383,7 @@ class Session:
     def _take(self, choice: Choice, delta: wire.Delta, flight: InFlight) -> None:
         if delta.token_ids and flight.missing_tokens:
             flight.missing_tokens = 0  # its prompt is done
-            self._fleet.affinity.record(flight.peer.start_id, self._chain.keys)
+            self._fleet.note_pool(flight.peer, self._chain)
         choice.token_ids.extend(delta.token_ids)
         choice.text_sent += len(delta.text)
         self._computed = route.union([*self._computed, *delta.computed])
@@ -397,4 +397,4 @@ class Session:
     def _note_whole(self, choice: Choice, flight: InFlight) -> None:
         """The worker has the answer's blocks too: a conversation's next turn starts with them."""
         chain = self._fleet.chain((*self._ask.tokens, *choice.token_ids), self._ask.salt)
-        self._fleet.affinity.record(flight.peer.start_id, chain.keys)
+        self._fleet.note_pool(flight.peer, chain)

@@ -185,3 +185,4 @@ def test_forget_all_keeps_what_is_in_use() -> None:
     pool.release(slots[1:])
     assert pool.forget() == 1
     assert pool.find(key_of(1)) == slots[0] and pool.find(key_of(2)) is None
+    assert pool.forget([key_of(2)]) == 0 and pool.emptied_count == 1

@@ -19,9 +19,11 @@ from kvass.common.pool.radix import Node, Radix
 
 
 class BlockPool:
-    """Slots and their users. Mutable fields: `_free`, `_private`, `_names`, `_radix`.
+    """Slots and their users. Mutable fields: `_free`, `_private`, `_names`, `_radix`,
+    `emptied_count`.
 
-    `_private` counts the users of unnamed slots; `_names` maps a named slot to its node.
+    `_private` counts the users of unnamed slots; `_names` maps a named slot to its node;
+    `emptied_count` says how often all unused blocks were dropped at once.
     """
 
     def __init__(self, slots: int) -> None:
@@ -31,6 +33,7 @@ class BlockPool:
         self._private: dict[int, int] = {}
         self._names: dict[int, Node] = {}
         self._radix = Radix()
+        self.emptied_count = 0
 
     @property
     def available(self) -> int:
@@ -110,6 +113,7 @@ class BlockPool:
 
     def forget(self, keys: Sequence[BlockKey] = ()) -> int:
         """Drop unused blocks: those named, once or more, or all. Returns how many went."""
+        self.emptied_count += not keys
         nodes = [self._radix.get(key) for key in dict.fromkeys(keys or self._radix.keys())]
         unused = [node for node in nodes if node is not None and node.refs == 0]
         for node in unused:
