@@ -126,7 +126,7 @@ class Fleet:
 
     def note_pool(self, peer: Peer, chain: Chain) -> None:
         """Note that a decode worker has a chain's blocks in its pool now."""
-        self.affinity.record(self._said(peer).pool_id, chain.keys)
+        self.affinity.record(self._said(peer), chain.keys)
 
     def _said(self, peer: Peer) -> Worker:
         return Worker.of_load(peer.member_id, peer.start_id, self.members.load_of(peer))

@@ -22,6 +22,7 @@ PULL_BYTES_S = 1e9
 STEP_S = 0.02  # one more request in a running batch: about a decode step of its own
 HANDOVER_S = 0.005  # a prefill job's detour: two messages and the first pull
 AFFINITY_KEYS = 1 << 17  # 2 million tokens; about 25 MB here
+AFFINITY_POOLS = 1024  # whose blocks are counted: no cluster has more, and a restart is another
 AFFINITY_WORKERS = 4  # that one key is remembered for: more copies than that are everywhere anyway
 
 
@@ -110,27 +111,48 @@ class Route:
 class Affinity:
     """Which workers had which blocks lately: a guess that decides ties and saves moves.
 
-    It also decides whether prefill is asked, so it names pools, not workers: of one that was
-    emptied nothing is believed that was noted before.
+    It also decides whether prefill is asked, so it must not be believed for long without cause. It
+    names pools, not workers: of one that was emptied nothing is believed that was noted before. And
+    pools forget what was used longest ago: what was noted before as many new blocks as one holds is
+    gone.
 
-    Mutable field: `_holders`, by key, least recently used first, at most `keys_max`; of each key
-    the pools that last had it, latest last.
+    Mutable fields: `_holders`, by key, least recently used first, at most `keys_max`; of each key
+    the pools that last had it, latest last, with their counts of then. `_counts`, by pool, of
+    blocks that it was not thought to have when they were noted; latest last, at most
+    `AFFINITY_POOLS`.
     """
 
     keys_max: int = AFFINITY_KEYS
-    _holders: OrderedDict[BlockKey, tuple[str, ...]] = field(default_factory=OrderedDict)
+    _holders: OrderedDict[BlockKey, tuple[tuple[str, int], ...]] = field(
+        default_factory=OrderedDict
+    )
+    _counts: OrderedDict[str, int] = field(default_factory=OrderedDict)
 
-    def record(self, pool_id: str, keys: Iterable[BlockKey]) -> None:
-        """Note that a pool has these blocks now."""
+    def record(self, worker: Worker, keys: Sequence[BlockKey]) -> None:
+        """Note that a worker has these blocks in its pool now."""
+        pool_id, known = worker.pool_id, self.blocks(worker, keys)
+        count = self._counts.pop(pool_id, 0) + len(keys) - len(known)
+        self._counts[pool_id] = count
+        noted = (pool_id, count)
         for key in keys:
-            others = (each for each in self._holders.pop(key, ()) if each != pool_id)
-            self._holders[key] = (*others, pool_id)[-AFFINITY_WORKERS:]
+            others = (each for each in self._holders.pop(key, ()) if each[0] != pool_id)
+            self._holders[key] = (*others, noted)[-AFFINITY_WORKERS:]
         while len(self._holders) > self.keys_max:
             self._holders.popitem(last=False)
+        while len(self._counts) > AFFINITY_POOLS:
+            self._counts.popitem(last=False)
 
-    def blocks(self, pool_id: str, keys: Sequence[BlockKey]) -> set[int]:
-        """Return the indices of the keys that a pool is thought to have."""
-        return {index for index, key in enumerate(keys) if pool_id in self._holders.get(key, ())}
+    def blocks(self, worker: Worker, keys: Sequence[BlockKey]) -> set[int]:
+        """Return the indices of the keys that a worker is thought to have."""
+        pool_id, since = worker.pool_id, -1
+        if worker.total_blocks:
+            since = self._counts.get(pool_id, 0) - worker.total_blocks
+        return {
+            index
+            for index, key in enumerate(keys)
+            for holder, count in self._holders.get(key, ())
+            if holder == pool_id and count > since
+        }
 
     def __len__(self) -> int:
         return len(self._holders)

@@ -179,7 +179,7 @@ class Session:
             prompt,
             decodes,
             fleet.workers("prefill"),
-            local={each.start_id: fleet.affinity.blocks(each.pool_id, keys) for each in decodes},
+            local={each.start_id: fleet.affinity.blocks(each, keys) for each in decodes},
             prefill_tokens_min=fleet.config.prefill_tokens_min,
         )
 

@@ -95,10 +95,38 @@ def test_affinity_is_bounded_and_remembers_the_latest(
     affinity = Affinity(keys_max=12)
     for start_id, numbers in records:
         keys = [BlockKey(bytes([number])) for number in numbers]
-        affinity.record(start_id, keys)
+        worker = Worker("w", start_id)
+        affinity.record(worker, keys)
         assert len(affinity) <= 12
-        assert affinity.blocks(start_id, keys[-3:]) == set(range(len(keys[-3:])))
-        assert affinity.blocks("nobody", keys) == set()
+        assert affinity.blocks(worker, keys[-3:]) == set(range(len(keys[-3:])))
+        assert affinity.blocks(Worker("w", "nobody"), keys) == set()
+        assert affinity.blocks(Worker("w", start_id, emptied_count=1), keys) == set()
+
+
+def test_slow_prefill_is_asked_all_the_same() -> None:
+    """A rate that was measured under load shuts nobody out where there is no faster one."""
+    slow, decode = Worker("p", "p-s", prefill_tokens_s=0.1), Worker("d", "d-s")
+    planned = route.plan(prompt_of(64, set()), [decode], [slow], local={}, prefill_tokens_min=64)
+    assert planned.prefill == slow
+
+
+@given(st.integers(1, 6), st.integers(1, 40), st.integers(1, 3))
+def test_more_than_a_pool_holds_is_not_believed_to_be_there(
+    length: int, prompts: int, rounds: int
+) -> None:
+    """Prompts of which one round is more than the pool: when its turn comes again, each is gone."""
+    affinity, worker = Affinity(), Worker("w", "s", total_blocks=20)
+    chains = [
+        [BlockKey(bytes([number, block])) for block in range(length)] for number in range(prompts)
+    ]
+    fits = length * prompts <= 20
+    for _ in range(rounds):
+        for chain in chains:
+            affinity.record(worker, chain)
+            assert affinity.blocks(worker, chain) == set(range(length))
+        first = affinity.blocks(worker, chains[0])
+        if fits or length * (prompts - 1) >= 20:
+            assert first == (set(range(length)) if fits else set())
 
 
 ranges = st.lists(
