@@ -84,6 +84,7 @@ def test_a_node_that_is_well_says_so_in_one_row() -> None:
             ("64 MiB, of which 32 MiB", "no block of 99 MiB", "raise store.slab_bytes"),
         ),
         ({"bucket_off": 1}, {}, ("does not answer", "every minute")),
+        ({"bucket_off": 1, "bucket_full": 1}, {}, ("neither read nor written", "every minute")),
         ({"bucket_full": 1}, {}, ("takes nothing", "permissions")),
         ({"bucket_unerased": 2}, {}, ("2 drops", "drop again")),
         ({"bucket_corrupt": 3}, {}, ("3 blocks were corrupt", "who else writes")),

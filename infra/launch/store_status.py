@@ -251,10 +251,10 @@ def _bucket(node: NodeView) -> list[str]:
     texts = []
     if node.count("bucket_off"):
         texts.append(
-            "the bucket does not answer it, and it goes on without: its log says why; it asks "
-            "again, every minute at most"
+            "the bucket does not answer: it is neither read nor written, and this node goes on "
+            "without: its log says why; it asks again, every minute at most"
         )
-    if node.count("bucket_full"):
+    elif node.count("bucket_full"):
         texts.append(
             "the bucket takes nothing from it (its log says why), and what is there is still read: "
             "look at the bucket's permissions and quota"

@@ -140,6 +140,30 @@ async def test_a_bucket_that_is_down_is_stepped_aside_from_and_comes_back(
         assert await pull(worker, chain, range(BLOCKS)) == ALL
 
 
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_bucket_that_is_down_when_it_is_written_to_is_no_full_one(hangs: bool) -> None:
+    """Nobody reads meanwhile: what is said is that nothing can be read either."""
+    async with cluster() as sim:
+        objects = MemoryObjects()
+        node = start(sim, objects)
+        worker = sim.add_worker()
+        await fill(worker)
+        if hangs:
+            objects.refuses = lambda what, name: "no answer" if what == "put" else None
+            objects.slow["list"] = 20.0
+        else:
+            objects.is_down(True)
+        chain = chain_of(BLOCKS, seed=11)
+        await push(worker, chain, range(BLOCKS))
+        await worker.store.lookup(chain, [(0, BLOCKS)], deadline_s=1)
+        await until(lambda: node.node.counts()["bucket_off"] == 1, within_s=10)
+        assert node.node.counts()["bucket_full"] == 0
+        objects.is_down(False)
+        objects.slow.clear()
+        await until(lambda: node.node.counts()["bucket_off"] == 0, within_s=60)
+        assert await pull(worker, chain_of(BLOCKS, seed=1), range(BLOCKS)) == ALL
+
+
 async def test_a_bucket_that_takes_nothing_is_still_read() -> None:
     async with cluster() as sim:
         objects = MemoryObjects()

@@ -34,6 +34,7 @@ _log = logging.getLogger(__name__)
 TICK_S = 0.25
 # What other nodes have put is known this late. A million objects take a thousand requests.
 LIST_S = 1800.0
+ANSWER_S = 5.0  # for one small page; reads of blocks wait as long
 SETTLE_S = 5.0  # after nodes came or went, until their segments' new homes look
 DOOMED_MAX = 4096  # names; what is forgotten here is found again at the next listing
 ORDERS_MAX = 64  # drops that the bucket has not carried out; more are said, and not tried again
@@ -94,6 +95,28 @@ class Bucket:
     def failed(self, error: Unavailable) -> None:
         """A call has failed; after some in a row nobody asks any more, until a listing works."""
         if self.outage.failed(self._clock.now_s()):
+            self._say(error)
+
+    async def answers(self, name: str) -> bool:
+        """Ask for an object that could not be put, to see whether at least reading works; where it
+        does not, an outage begins."""
+        if self.outage.is_on:
+            return False
+        try:
+            with anyio.fail_after(ANSWER_S):
+                async with aclosing(self.objects.pages(name)) as pages:
+                    await anext(pages, None)
+        except TimeoutError:
+            self._is_out(Unavailable(f"bucket: no answer within {ANSWER_S:.0f} s"))
+        except Unavailable as error:
+            self._is_out(error)
+        else:
+            self.worked()
+        return not self.outage.is_on
+
+    def _is_out(self, error: Unavailable) -> None:
+        # What began it meanwhile says nothing new here, nor does it lengthen the wait.
+        if not self.outage.is_on and self.outage.begin(self._clock.now_s()):
             self._say(error)
 
     def _say(self, error: Unavailable) -> None:

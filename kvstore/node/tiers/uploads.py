@@ -3,8 +3,8 @@
     asked for (not by the job it is held for) ─> waits for its segment's others ─> an object
 
 The same blocks that are worth a place on flash go up: what was asked for once after its put. Only a
-segment's home puts them, so that it happens once. A bucket that takes nothing is left alone for a
-while, and still read.
+segment's home puts them, so that it happens once. A bucket that takes nothing, and can be read
+all the same, is left alone for a while.
 """
 
 from __future__ import annotations
@@ -159,7 +159,8 @@ class Uploads:
             self.counts["refused"] += len(entries)
             bucket.landed(name)
             bucket.forget([name])  # it may be there all the same
-            self._stop(error)
+            if await bucket.answers(name):
+                self._stop(error)
         else:
             if not bucket.landed(name):
                 bucket.forget([name])
