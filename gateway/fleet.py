@@ -77,7 +77,8 @@ class Fleet:
     """Everything that the requests of one gateway share.
 
     Mutable fields: `admission`, `affinity`, `_calls` (in flight), `_expected` (by start id: choices
-    that are on their way to a worker and no calls yet).
+    that are on their way to a worker and no calls yet), `_used_s` (by start id: when a worker was
+    last sent something, or first looked at; of those that are live).
     """
 
     served: Served
@@ -91,6 +92,7 @@ class Fleet:
     affinity: Affinity = field(default_factory=Affinity)
     _calls: list[InFlight] = field(default_factory=list)
     _expected: Counter[str] = field(default_factory=Counter)
+    _used_s: dict[str, float] = field(default_factory=dict)
 
     def workers(self, role: Role) -> list[Worker]:
         """Return the views of a role's live workers; what this process sent since their last load
@@ -132,12 +134,13 @@ class Fleet:
         return Worker.of_load(peer.member_id, peer.start_id, self.members.load_of(peer))
 
     def _view(self, peer: Peer) -> Worker:
-        worker = self._said(peer)
+        worker, now_s = self._said(peer), self.clock.now_s()
         own = [call for call in self._calls if call.peer.start_id == peer.start_id]
         return replace(
             worker,
             running=max(worker.running, len(own) + self._expected[peer.start_id] - worker.waiting),
             waiting_tokens=max(worker.waiting_tokens, sum(call.missing_tokens for call in own)),
+            unused_s=0.0 if own else now_s - self._used_s.setdefault(peer.start_id, now_s),
         )
 
     @contextmanager
@@ -190,6 +193,7 @@ class Fleet:
                 raise
             finally:
                 self._calls.remove(flight)
+                self._used_s[peer.start_id] = self.clock.now_s()
         if flight.lost and scope.cancelled_caught:
             raise errors.Unavailable(f"{peer.member_id}: {flight.lost}")
 
@@ -200,6 +204,9 @@ class Fleet:
             for flight in list(self._calls):
                 if self._is_gone(flight.peer):
                     flight.lose("it stopped being heard of")
+            known = {entry.peer.start_id for entry in self.members.table.entries()}
+            for start_id in self._used_s.keys() - known:
+                del self._used_s[start_id]
 
     def _is_gone(self, peer: Peer) -> bool:
         table, now_s = self.members.table, self.clock.now_s()

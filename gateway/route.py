@@ -19,6 +19,7 @@ from kvass.common.wire import Range
 # all, so that they decide nothing but whether moving pays, and it does.
 PREFILL_TOKENS_S = 1000.0
 PULL_BYTES_S = 1e9
+RETRY_S = 60.0  # a worker k times as slow as the others is sent a prompt about every k minutes
 STEP_S = 0.02  # one more request in a running batch: about a decode step of its own
 HANDOVER_S = 0.005  # a prefill job's detour: two messages and the first pull
 AFFINITY_KEYS = 1 << 17  # 2 million tokens; about 25 MB here
@@ -42,6 +43,7 @@ class Worker:
     prefill_tokens_s: float = PREFILL_TOKENS_S
     has_measured: bool = False  # prefill_tokens_s is its own figure
     pull_bytes_s: float = PULL_BYTES_S
+    unused_s: float = 0.0  # since it was last sent something
 
     @staticmethod
     def of_load(member_id: str, start_id: str, load: Mapping[str, int | float | str]) -> Worker:
@@ -70,6 +72,12 @@ class Worker:
     def pool_id(self) -> str:
         """Name what is in its pool now: once that was emptied, it is another pool."""
         return f"{self.start_id} {self.emptied_count}"
+
+    @property
+    def hoped_tokens_s(self) -> float:
+        """Its rate, and as much again for every minute without use. A rate is measured at work
+        alone: one of a bad moment, such as a start under load, would shut it out for good."""
+        return self.prefill_tokens_s * (1 + self.unused_s // RETRY_S)
 
     @property
     def queue_s(self) -> float:
@@ -176,7 +184,7 @@ def pick_prefill(
 ) -> tuple[Worker, float] | None:
     """Return the prefill worker that would be done first, and when; None where there is none."""
     ends = [
-        (worker.queue_s + missing_tokens / worker.prefill_tokens_s, worker.member_id, worker)
+        (worker.queue_s + missing_tokens / worker.hoped_tokens_s, worker.member_id, worker)
         for worker in workers
         if worker.start_id not in excluded and not worker.is_full
     ]
@@ -222,7 +230,7 @@ def _route(
     prefill_tokens_min: int,
 ) -> Route:
     missing, pulled = _cost(prompt, worker, local)
-    prefill, compute_s, moved = None, missing / worker.prefill_tokens_s, pulled
+    prefill, compute_s, moved = None, missing / worker.hoped_tokens_s, pulled
     if missing >= prefill_tokens_min:
         picked = pick_prefill(missing, prefills)
         if picked is not None:

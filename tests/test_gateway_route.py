@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -108,6 +110,22 @@ def test_slow_prefill_is_asked_all_the_same() -> None:
     slow, decode = Worker("p", "p-s", prefill_tokens_s=0.1), Worker("d", "d-s")
     planned = route.plan(prompt_of(64, set()), [decode], [slow], local={}, prefill_tokens_min=64)
     assert planned.prefill == slow
+
+
+@given(st.floats(1.1, 30), st.sampled_from(["prefill", "decode"]))
+def test_a_slow_rate_is_measured_again_at_a_bounded_cost(times: float, role: str) -> None:
+    """Of prompts that come every ten seconds, one k times as slow gets one in about k minutes."""
+    fast, slow = Worker("a", "a-s"), Worker("b", "b-s", prefill_tokens_s=1000 / times)
+    prompt, sent, last_s = prompt_of(640, set()), [], 0
+    for now_s in range(0, 7200, 10):
+        pair = [replace(fast, unused_s=10.0), replace(slow, unused_s=float(now_s - last_s))]
+        decodes, prefills = ([fast], pair) if role == "prefill" else (pair, [])
+        planned = route.plan(prompt, decodes, prefills, local={}, prefill_tokens_min=64)
+        if slow.member_id in (planned.decode.member_id, getattr(planned.prefill, "member_id", "")):
+            sent.append(now_s)
+            last_s = now_s
+    assert sent and sent[0] <= 60 * times + 10
+    assert len(sent) <= 7200 / (60 * (times - 1)) + 1
 
 
 @given(st.integers(1, 6), st.integers(1, 40), st.integers(1, 3))

@@ -363,18 +363,6 @@ async def test_the_worker_that_served_a_prefix_gets_its_next_turn() -> None:
     assert len(tokens) // BLOCK_TOKENS > 7
 
 
-async def test_prefill_computes_again_what_was_erased_everywhere() -> None:
-    """As by `kvass drop`: the store lacks it, and the decode worker's pool was emptied."""
-    async with a_stage(prefills=1) as stage:
-        peer = stage.members.live("decode")[0]
-        for emptied, jobs in [(0, 1), (0, 1), (1, 2), (1, 2), (2, 3)]:
-            stage.members.table.saw_load(
-                peer.start_id, {"emptied_count": emptied}, stage.members.clock.now_s()
-            )
-            await run(stage)
-            assert len(stage.prefill.prefills()) == jobs
-
-
 async def test_what_was_just_sent_counts_before_the_next_load_comes() -> None:
     async with a_stage(decodes=2) as stage:
         for worker in stage.decodes:
