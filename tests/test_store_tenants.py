@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
 from kvass.common.block import BlockHeader
+from kvass.common.config import load
 from kvass.kvstore.eviction.policy import ChainLru
 from kvass.kvstore.index.index import Index, Limits
 from kvass.kvstore.index.puts import PutOrder, Verdict
 from kvass.kvstore.index.shares import Allotments, Shares
+from kvass.kvstore.node.service import idle_quotas
 from store_model import SLAB, key_of, order_of, store
 from test_store_machine import IndexMachine
 
@@ -30,6 +32,15 @@ def used_bytes(index: Index) -> Counter[str]:
     for entry in [*index.ledger.entries.values(), *index.ledger.gone]:
         used[entry.header.tenant] += entry.slot.size
     return used
+
+
+def test_a_quota_that_is_larger_than_the_memory_is_said() -> None:
+    given = ["store.slab_bytes=1GiB", "store.tenant_quotas.a=2GiB", "store.tenant_quotas.b=1GiB"]
+    (said,) = idle_quotas(load(None, given).store)
+    assert "store.tenant_quotas.a is 2147483648, more than store.slab_bytes (1073741824)" in said
+    (said,) = idle_quotas(load(None, ["store.tenant_quota=1TiB"]).store)
+    assert "store.tenant_quota is" in said
+    assert not idle_quotas(load(None, ["store.tenant_quotas.a=1MiB"]).store)
 
 
 class TenantMachine(IndexMachine):

@@ -150,6 +150,8 @@ async def open_node(config: Config, hello: Hello) -> AsyncIterator[tuple[Node, s
         executor = ThreadExecutor("kvass-copy", COPY_THREADS)
         stack.callback(executor.close)
         policy = _POLICIES[config.store.eviction]
+        for text in idle_quotas(config.store):
+            _log.warning("%s", text)
         index = Index(slab.size, _limits(config.store, hello.start_id), policy)
         index.ledger.copy_bytes = slab.copy
         listener, address = await listen(config.host, config.store.port)
@@ -224,6 +226,17 @@ def _open_bucket(config: Config, node: Node, stack: ExitStack) -> None:
     _log.info("bucket: %s, up to %d bytes", address, config.store.bucket_bytes)
     name, size = check_name(config.cluster.name, "cluster.name"), config.store.bucket_bytes
     node.add_bucket(S3Bucket(address), name, size, executor)
+
+
+def idle_quotas(store: StoreConfig) -> list[str]:
+    """Say which quotas this node's memory can never reach."""
+    named = {f"tenant_quotas.{name}": size for name, size in store.tenant_quotas.items()}
+    return [
+        f"store.{name} is {size}, more than store.slab_bytes ({store.slab_bytes}): it bounds "
+        "nothing on this node; lower it, or raise store.slab_bytes"
+        for name, size in {"tenant_quota": store.tenant_quota, **named}.items()
+        if size > store.slab_bytes
+    ]
 
 
 def _limits(store: StoreConfig, epoch: str) -> Limits:
