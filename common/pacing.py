@@ -19,10 +19,11 @@ class Pacing:
         self._said_s: float | None = None
         self._unsaid = 0
 
-    def more(self, now_s: float) -> int | None:
-        """Return how many lines were left out before this one; None to leave it out too."""
+    def more(self, now_s: float) -> str | None:
+        """Return what to add to a line: how many were left out before it; None to leave it out,
+        too."""
         if self._said_s is not None and now_s - self._said_s < self._every_s:
             self._unsaid += 1
             return None
-        more, self._said_s, self._unsaid = self._unsaid, now_s, 0
-        return more
+        unsaid, self._said_s, self._unsaid = self._unsaid, now_s, 0
+        return f" ({unsaid} more since the last line)" if unsaid else ""

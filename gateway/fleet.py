@@ -97,7 +97,9 @@ class Fleet:
     def workers(self, role: Role) -> list[Worker]:
         """Return the views of a role's live workers; what this process sent since their last load
         is counted in."""
-        return [self._view(peer) for peer in self.members.live(role)]
+        views = [self._view(peer) for peer in self.members.live(role)]
+        least_s = min((view.unused_s for view in views), default=0.0)
+        return [replace(view, unused_s=view.unused_s - least_s) for view in views]
 
     def room(self) -> Room | None:
         """Return how many choices the decode workers have room for; None while they have not said.

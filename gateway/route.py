@@ -19,7 +19,8 @@ from kvass.common.wire import Range
 # all, so that they decide nothing but whether moving pays, and it does.
 PREFILL_TOKENS_S = 1000.0
 PULL_BYTES_S = 1e9
-RETRY_S = 60.0  # a worker k times as slow as the others is sent a prompt about every k minutes
+RETRY_S = 60.0  # a worker k times as slow as the others is sent a prompt about every k minutes,
+RETRY_MOST = 4  # up to so many times: a slower one keeps a prompt waiting for too long
 STEP_S = 0.02  # one more request in a running batch: about a decode step of its own
 HANDOVER_S = 0.005  # a prefill job's detour: two messages and the first pull
 AFFINITY_KEYS = 1 << 17  # 2 million tokens; about 25 MB here
@@ -43,7 +44,7 @@ class Worker:
     prefill_tokens_s: float = PREFILL_TOKENS_S
     has_measured: bool = False  # prefill_tokens_s is its own figure
     pull_bytes_s: float = PULL_BYTES_S
-    unused_s: float = 0.0  # since it was last sent something
+    unused_s: float = 0.0  # for so much longer than the others it was sent nothing
 
     @staticmethod
     def of_load(member_id: str, start_id: str, load: Mapping[str, int | float | str]) -> Worker:
@@ -75,9 +76,10 @@ class Worker:
 
     @property
     def hoped_tokens_s(self) -> float:
-        """Its rate, and as much again for every minute without use. A rate is measured at work
-        alone: one of a bad moment, such as a start under load, would shut it out for good."""
-        return self.prefill_tokens_s * (1 + self.unused_s // RETRY_S)
+        """Its rate, and as much again for every minute in which others were used and it was not. A
+        rate is measured at work alone: one of a bad moment, such as a start under load, would shut
+        it out for good."""
+        return self.prefill_tokens_s * min(1 + self.unused_s // RETRY_S, RETRY_MOST)
 
     @property
     def queue_s(self) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -31,6 +32,7 @@ from flash_model import (
 from kvass.common.block import BlockHeader
 from kvass.common.errors import Unavailable
 from kvass.kvstore.flash import records
+from kvass.kvstore.flash.files import RAISE_S
 from kvass.kvstore.flash.log import FlashLog
 from kvass.kvstore.flash.records import DropOrder
 from kvass.kvstore.flash.segment import name_of
@@ -312,3 +314,49 @@ def test_a_format_that_is_not_known_is_kept_and_named() -> None:
     with pytest.raises(Unavailable, match="has format version 9; this program knows 1"):
         open_log(disk)
     assert name_of(1) in disk.files
+
+
+def test_what_is_carried_from_two_files_is_all_there_in_the_end() -> None:
+    """Room for a file is made twice: by the log's own limit, and again since a neighbour has taken
+    what was given back."""
+    disk = MemoryDisk()
+    log = open_log(disk)
+    assert log.append([block_of(1)]) == 1
+    number = 100
+    while len(disk.files) < 5:
+        log.append([block_of(number)])
+        number += 1
+    log.flush()
+    log.catalog.use([key_of(1)])
+    log._give_up(Unavailable("a fault"))
+    log._background.close()
+    log._files.limit_bytes = log._files.used_bytes()
+    remove, removed = disk.remove, list[str]()
+
+    def taken(name: str) -> None:
+        remove(name)
+        removed.append(name)
+        disk.room = disk.taken() + SMALL.segment_bytes * (len(removed) > 1)
+
+    disk.remove = taken  # type: ignore[method-assign]
+    assert log.append([block_of(number)]) == 1
+    log.flush()
+    assert len(removed) > 1
+    assert read(log, 1) == payload_of(1)
+
+
+def test_a_disk_that_somebody_else_had_filled_is_used_as_a_whole_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    disk, log = full_at_four()
+    assert log.total_bytes == 4 * SMALL.segment_bytes
+    disk.room = None
+    for number in range(300, 400):
+        log.append([block_of(number)])
+    assert len(disk.files) == 4
+    later_s = time.monotonic() + RAISE_S
+    monkeypatch.setattr("time.monotonic", lambda: later_s)
+    for number in range(400, 500):
+        log.append([block_of(number)])
+    log.flush()
+    assert log.total_bytes == SMALL.flash_bytes and len(disk.files) == 5

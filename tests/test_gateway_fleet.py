@@ -42,3 +42,12 @@ async def test_a_worker_that_was_measured_in_a_bad_moment_is_tried_again(
                 break
     counts = [len(each.prefills()) for each in stage.prefills]
     assert counts[0] > 0 and counts[1] == 1
+
+
+async def test_nothing_is_hoped_of_workers_that_are_all_unused() -> None:
+    """Else, after a night, any prompt would be computed anew rather than moved."""
+    async with a_stage(prefills=2) as stage:
+        for peer in stage.members.live("prefill"):
+            stage.fleet._used_s[peer.start_id] = stage.members.clock.now_s() - 3600.0
+        workers = stage.fleet.workers("prefill")
+        assert [worker.hoped_tokens_s for worker in workers] == [route.PREFILL_TOKENS_S] * 2

@@ -112,20 +112,31 @@ def test_slow_prefill_is_asked_all_the_same() -> None:
     assert planned.prefill == slow
 
 
-@given(st.floats(1.1, 30), st.sampled_from(["prefill", "decode"]))
-def test_a_slow_rate_is_measured_again_at_a_bounded_cost(times: float, role: str) -> None:
-    """Of prompts that come every ten seconds, one k times as slow gets one in about k minutes."""
+def sent_to_slow(times: float, role: str) -> list[int]:
+    """Return when, of prompts that come every ten seconds, one went to the slower of two."""
     fast, slow = Worker("a", "a-s"), Worker("b", "b-s", prefill_tokens_s=1000 / times)
     prompt, sent, last_s = prompt_of(640, set()), [], 0
     for now_s in range(0, 7200, 10):
-        pair = [replace(fast, unused_s=10.0), replace(slow, unused_s=float(now_s - last_s))]
+        pair = [fast, replace(slow, unused_s=max(now_s - last_s - 10.0, 0.0))]
         decodes, prefills = ([fast], pair) if role == "prefill" else (pair, [])
         planned = route.plan(prompt, decodes, prefills, local={}, prefill_tokens_min=64)
         if slow.member_id in (planned.decode.member_id, getattr(planned.prefill, "member_id", "")):
             sent.append(now_s)
             last_s = now_s
-    assert sent and sent[0] <= 60 * times + 10
+    return sent
+
+
+@given(st.floats(1.1, route.RETRY_MOST - 0.1), st.sampled_from(["prefill", "decode"]))
+def test_a_slow_rate_is_measured_again_at_a_bounded_cost(times: float, role: str) -> None:
+    """One k times as slow gets a prompt in about k minutes."""
+    sent = sent_to_slow(times, role)
+    assert sent and sent[0] <= 60 * times + 20
     assert len(sent) <= 7200 / (60 * (times - 1)) + 1
+
+
+@given(st.floats(route.RETRY_MOST + 0.1, 1000), st.sampled_from(["prefill", "decode"]))
+def test_nobody_waits_for_one_that_is_much_slower(times: float, role: str) -> None:
+    assert sent_to_slow(times, role) == []
 
 
 @given(st.integers(1, 6), st.integers(1, 40), st.integers(1, 3))

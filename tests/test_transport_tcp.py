@@ -10,7 +10,7 @@ import pytest
 
 from kvass.common.event_loop import BACKEND, BACKEND_OPTIONS
 from kvass.common.transport.identity import own_identity
-from kvass.common.transport.mover import Mover, Tended
+from kvass.common.transport.mover import Mover
 from kvass.common.transport.seam import Copies, EndpointCard, Region
 from kvass.common.transport.tcp import TcpTransport, _Write
 
@@ -33,7 +33,7 @@ class IdleMover(Mover):
     def on_close(self, closer: Callable[[], None]) -> None:
         pass
 
-    def tend(self, tended: Tended) -> None:
+    def post(self, command: Callable[[], None]) -> None:
         pass
 
     async def call(self, function: Callable[[], T]) -> T:

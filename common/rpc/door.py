@@ -68,5 +68,4 @@ class Door:
         """Log why a connection was refused, unless another one's reason was logged just now."""
         more = self._pacing.more(anyio.current_time())
         if more is not None:
-            others = f" ({more} more were refused since the last line)" if more else ""
-            _log.warning("refused a connection from %s%s", reason(), others)
+            _log.warning("refused a connection from %s%s", reason(), more)

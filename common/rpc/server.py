@@ -364,9 +364,8 @@ async def accept(listener: Any, serve: Callable[[Connection], Awaitable[None]]) 
                     raise
                 more = pacing.more(anyio.current_time())
                 if more is not None:
-                    others = f" ({more} more times since the last line)" if more else ""
                     why = next(_leaves(group))
-                    _log.warning("no connection can be accepted: %s%s", why, others)
+                    _log.warning("no connection can be accepted: %s%s", why, more)
             await anyio.sleep(ACCEPT_PAUSE_S)
 
 

@@ -99,7 +99,7 @@ class TcpLanding:
         self._card: EndpointCard | None = None
         self._generation = 0
         mover.post(lambda: mover.watch(self))
-        mover.tend(self)
+        mover.post(lambda: mover.tend(self))
         mover.on_close(self._close)
 
     async def lend(self, size: int) -> TcpLoan | None:

@@ -122,7 +122,8 @@ class Mover:
         self._watchers.append(watcher)
 
     def tend(self, tended: Tended) -> None:
-        """Let the agents of `tended` make progress now and then, whenever it has some."""
+        """Let the agents of `tended` make progress now and then, whenever it has some. Call it on
+        the mover's thread."""
         self._tended.append(tended)
 
     def on_close(self, closer: Callable[[], None]) -> None:

@@ -56,7 +56,7 @@ class TcpTransport:
         self._environment = tcp_environment(interface)
         self._peers: dict[str, _Peer] = {}
         self._opened = 0
-        mover.tend(self)
+        mover.post(lambda: mover.tend(self))
         mover.on_close(self._close)
 
     def card(self) -> EndpointCard:

@@ -106,9 +106,8 @@ class Catalog:
             with self._lock:
                 more = self._pacing.more(time.monotonic())
             if more is not None:
-                others = f" ({more} more since the last line)" if more else ""
                 text = "flash: block %s is corrupt; it is not found any more%s"
-                _log.error(text, key.hex(), others)
+                _log.error(text, key.hex(), more)
 
     def put(self, hashes: U64, places: U64) -> None:
         """Let these be the newest records of their keys; of one that comes twice, the last."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -25,13 +26,14 @@ from kvass.kvstore.flash.segment import Segment, name_of
 
 _log = logging.getLogger(__name__)
 
+RAISE_S = 600.0  # a try costs nothing but what it finds
 SEGMENTS_MIN = 3  # one being written, one to be given back, and the one that is spare in between
 
 
 class Files:
-    """Mutable fields: `limit_bytes` and `files_max` (what they may take together), `_is_lowered`
-    (a full disk has set the limit), `unopened` (how many files are on the disk that could not be
-    opened). The segments are the catalog's."""
+    """Mutable fields: `limit_bytes` and `files_max` (what they may take together), `_asked_bytes`
+    and `_lowered_s` (the limit that was set, and when a full disk last set a lower one), `unopened`
+    (how many files are on the disk that could not be opened). The segments are the catalog's."""
 
     def __init__(
         self, disk: Disk, catalog: Catalog, background: Background, limit_bytes: int, files_max: int
@@ -39,7 +41,8 @@ class Files:
         self.limit_bytes = limit_bytes
         self.files_max = files_max
         self.unopened = 0
-        self._is_lowered = False
+        self._asked_bytes = limit_bytes
+        self._lowered_s: float | None = None
         self._disk = disk
         self._catalog = catalog
         self._background = background
@@ -71,7 +74,7 @@ class Files:
             )  # fmt: skip
         left = self.limit_bytes - len(unopened) * file_bytes
         most = min(left, self.files_max * file_bytes)
-        self.limit_bytes = max(most, SEGMENTS_MIN * file_bytes)
+        self.limit_bytes = self._asked_bytes = max(most, SEGMENTS_MIN * file_bytes)
         for each in found:
             self._catalog.segments[each.segment.sequence] = each.segment
         return found
@@ -83,25 +86,28 @@ class Files:
         return sum(each.head.size for each in self.all())
 
     def have_room(self, size: int) -> bool:
-        """Say whether there is room for one more file."""
+        """Say whether there is room for one more file. Of a disk that was full it is found out anew
+        now and then: another's files may have filled it."""
+        if self._lowered_s is not None and time.monotonic() - self._lowered_s >= RAISE_S:
+            self.limit_bytes, self._lowered_s = self._asked_bytes, time.monotonic()
         count = len(self._catalog.segments)
         return count < self.files_max and self.used_bytes() + size <= self.limit_bytes
 
     def lower(self, why: Exception, file_bytes: int) -> bool:
-        """The disk is full: what it has taken is the limit from now on. Returns False where that is
+        """The disk is full: what it has taken is the limit for a while. Returns False where that is
         too little for the log to go on in."""
         used = self.used_bytes()
         if used < SEGMENTS_MIN * file_bytes:
             return False
         if used < self.limit_bytes:
             _log.log(
-                logging.INFO if self._is_lowered else logging.WARNING,
-                "%s: the disk has less room than the %d bytes of store.flash_bytes. Until the next "
-                "start flash keeps the %d bytes that it has there, and gives its oldest file back "
-                "for each new one: make room, or lower store.flash_bytes",
-                why, self.limit_bytes, used,
+                logging.WARNING if self._lowered_s is None else logging.INFO,
+                "%s: the disk is full before the %d bytes of store.flash_bytes. Flash keeps the %d "
+                "bytes that it has there, gives its oldest file back for each new one, and tries "
+                "for more every %.0f minutes: make room, or lower store.flash_bytes",
+                why, self._asked_bytes, used, RAISE_S / 60,
             )  # fmt: skip
-            self.limit_bytes, self._is_lowered = used, True
+            self.limit_bytes, self._lowered_s = used, time.monotonic()
         return True
 
     def victim(self, current: Segment | None) -> Segment:

@@ -229,14 +229,15 @@ class FlashLog:
             self._appender.flush()
             self._publish()
             self._background.seal(segment)
-        carried = self._make_room()  # a fault came between the last file and the room for this one
+        carried: list[tuple[BlockHeader, memoryview]] = []
+        self._make_room(carried)  # a fault came between the last file and the room for this one
         self._see_folder()
         try:
             sequence, file = self._next_file()
         except DiskFull as error:
             if not self._files.lower(error, self._settings.segment_bytes):
                 raise
-            carried = self._make_room()
+            self._make_room(carried)
             sequence, file = self._next_file()
         file_id = self._random_bytes(records.ID_BYTES)
         segment = Segment(file, FileHead(file_id, sequence, self._settings.segment_bytes))
@@ -277,17 +278,16 @@ class FlashLog:
 
     # --- giving files back ---
 
-    def _make_room(self) -> list[tuple[BlockHeader, memoryview]]:
-        """Give files back while there is none that is being written; returns what is worth copying
-        of the last one."""
-        carried: list[tuple[BlockHeader, memoryview]] = []
+    def _make_room(self, carried: list[tuple[BlockHeader, memoryview]]) -> None:
+        """Give files back while there is none that is being written; what of them is worth copying
+        is added to what is carried already."""
         while not self._has_room():
-            segment, carried = self._files.victim(None), []
+            segment = self._files.victim(None)
+            left = self._copy_bytes - sum(len(payload) + PAGE for _, payload in carried)
             with contextlib.suppress(Unavailable):  # without an index, it only goes
                 if segment.hot_pages:
-                    carried = list(self._files.hot_in(segment, self._copy_bytes))
+                    carried += self._files.hot_in(segment, left)
             self._clean(segment)
-        return carried
 
     @property
     def _copy_bytes(self) -> int:

@@ -7,8 +7,8 @@
 Erasures are numbered as this node hears of them, and who brings a copy says as of which number:
 another node had heard of all up to there when it said what it has (`node/copies/exchange.py`), or
 all up to there had been carried out on the own flash when it was looked at. So what was erased
-cannot come back however late it is, and nothing that is new is refused. It refuses to know where
-blocks are.
+cannot come back however late it is, and what is put anew has its copies. Of a bar alone copies are
+refused for a while, right ones too. It refuses to know where blocks are.
 """
 
 from __future__ import annotations
@@ -102,11 +102,17 @@ class Erasures:
 
     def _may_refuse(self, as_of: int, now_s: float) -> bool:
         """Forget what is over; return whether any copy of that number would be refused."""
-        while self._marks and self._marks[0].ends_s <= now_s:
+        while self._is_over(now_s):
             self._forgotten = self._marks.popleft().number
         while self._wrong and self._wrong[0].ends_s <= now_s:
             self._wrong.popleft()
         return as_of < self.number or bool(self._wrong)
+
+    def _is_over(self, now_s: float) -> bool:
+        """Whether the first mark is: what has not been carried out below memory is not, since what
+        rises meanwhile is as of before it."""
+        first = self._marks[0] if self._marks else None
+        return first is not None and first.ends_s <= now_s and first.number <= self.settled
 
     def _since(self, as_of: int) -> Iterator[_Mark]:
         return takewhile(lambda mark: mark.number > as_of, reversed(self._marks))

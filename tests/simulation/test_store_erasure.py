@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import anyio
+import msgspec
 import pytest
 import trio.testing
 
+from kvass.common.errors import Unavailable
 from kvass.common.rpc.server import Call
 from kvass.common.wire import Message
 from kvass.kvstore import messages as m
@@ -13,6 +17,7 @@ from kvass.kvstore.client import erase
 from kvass.kvstore.index.erasures import BAR_S
 from kvass.kvstore.node.copies.handover import HOLD_OFF_S
 from store_sim import Cluster, Handlers, Worker, answered, at_rest, chain_of, cluster, pull, push
+from wires import Fate
 
 pytestmark = pytest.mark.anyio
 
@@ -165,6 +170,68 @@ async def test_a_tenants_blocks_go_and_only_his() -> None:
         assert await worker.store.drop(tenant="alice") == 8
         assert await pull(worker, alice, range(8)) == set()
         assert await pull(worker, bob, range(8)) == set(range(8))
+
+
+def untrue(member_id: str, handlers: Handlers) -> Handlers:
+    """Let nodes describe other blocks than they are asked about."""
+
+    async def other(call: Call) -> Message | None:
+        reply = await answered(handlers[m.Describe], call)
+        assert isinstance(reply, m.Described)
+        shapes = [msgspec.structs.replace(shape, index=shape.index + 100) for shape in reply.shapes]
+        return m.Described(shapes=tuple(shapes))
+
+    return {**handlers, m.Describe: other}
+
+
+async def test_what_was_not_asked_about_is_not_copied() -> None:
+    async with anyio.create_task_group() as tasks:
+        sim = Cluster(tasks, around=untrue, replicas=2)
+        nodes = [sim.add_node(f"store-{number}", host=f"host-{number}") for number in range(2)]
+        await push(sim.add_worker(), chain_of(8), range(8))
+        await anyio.sleep(5)
+        assert visible(sim) == 8
+        assert [node.node.faults["bugs"] for node in nodes] == [0, 0]
+        tasks.cancel_scope.cancel()
+
+
+async def test_copies_are_taken_while_drops_come_without_a_pause() -> None:
+    async with anyio.create_task_group() as tasks:
+        sim = Cluster(tasks, replicas=2, weather=lambda a, b: Fate(delay_s=0.02))
+        nodes = [sim.add_node(f"store-{number}", host=f"host-{number}") for number in range(2)]
+        worker, other = sim.add_worker(), sim.add_worker("prefill-1")
+        await anyio.sleep(5)
+
+        async def drop() -> None:
+            with suppress(Unavailable):  # when the cluster ends
+                while True:
+                    await other.store.drop(tenant="nobody")
+
+        for _ in range(4):
+            tasks.start_soon(drop)
+        await anyio.sleep(2)
+        for seed in range(4):
+            assert await push(worker, chain_of(8, seed=seed), range(8)) == ((0, 8),)
+        await anyio.sleep(5)
+        assert visible(sim) == 64
+        assert [node.node.counts()["fill_failed"] for node in nodes] == [0, 0]
+        tasks.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.001])
+async def test_copies_are_taken_where_more_was_erased_than_is_remembered(delay_s: float) -> None:
+    """How long ago that was is known less and less exactly with each who tells it."""
+    async with anyio.create_task_group() as tasks:
+        sim = Cluster(tasks, replicas=2, weather=lambda a, b: Fate(delay_s=delay_s))
+        heard = sim.add_node("store-0", host="host-0").node._erasing.heard
+        heard._note_forgotten(anyio.current_time() - 1000.0)
+        heard._note_past(b"i" * 16, anyio.current_time() - 900.0)
+        sim.add_node("store-1", host="host-1")
+        await anyio.sleep(130)
+        await push(sim.add_worker(), chain_of(8), range(8))
+        await anyio.sleep(5)
+        assert visible(sim) == 16
+        tasks.cancel_scope.cancel()
 
 
 async def two_writers(sim: Cluster) -> tuple[Worker, Worker]:

@@ -69,6 +69,21 @@ async def test_a_drop_that_comes_while_another_is_carried_out_reaches_the_bucket
         assert objects.stored == {}
 
 
+async def test_a_broken_disk_that_owes_an_erasure_leaves_the_bucket_to_be_read() -> None:
+    async with cluster() as sim:
+        objects, disk = MemoryObjects(), MemoryDisk()
+        node, worker = start(sim, objects, disk=disk), sim.add_worker()
+        await fill(worker)
+        disk.refuses = lambda what, name: "Input/output error"
+        with pytest.raises(Unavailable):
+            await worker.store.drop(tenant="bob")
+        for _ in range(2):
+            await anyio.sleep(MARK_S + 10)
+            before = node.node.counts()["bucket_risen"]
+            assert await served(worker) == set(range(CHAINS))
+            assert node.node.counts()["bucket_risen"] > before
+
+
 async def test_what_goes_up_while_its_writer_is_barred_is_not_found() -> None:
     """It is another writer's, and was computed upon the barred one's blocks."""
     async with cluster() as sim:

@@ -68,6 +68,27 @@ async def test_what_only_flash_has_is_copied_when_its_other_copy_is_lost() -> No
         assert sum(each["repair_untaken"] for each in counts) == 0
 
 
+async def test_who_makes_up_for_what_is_lost_does_not_take_it_for_used() -> None:
+    """It would be copied forward on flash as long as nobody asks for it."""
+    async with stage(replicas=2) as cluster:
+        for name in NAMES:
+            cluster.start(name)
+        await anyio.sleep(2)
+        await cluster.fill(chains_of("bob", 20), "bob")
+        await anyio.sleep(2)
+        cluster.kill("store-1")
+        await anyio.sleep(2 * HOLD_OFF_S + 4 * IDLE_S)
+        nodes = [node for node in cluster.sim.nodes.values() if node.alive]
+        assert sum(node.node.counts()["repair_told"] for node in nodes) > 10
+        assert [pages_in_use(cluster, node.member_id) for node in nodes] == [0, 0]
+
+
+def pages_in_use(cluster: Stage, name: str) -> int:
+    tiers = cluster.sim.nodes[name].node._tiers
+    assert tiers is not None
+    return sum(segment.hot_pages for segment in tiers._log.catalog.segments.values())
+
+
 async def test_who_is_back_in_time_is_not_made_up_for() -> None:
     async with stage(replicas=2) as cluster:
         await filled(cluster)

@@ -64,7 +64,8 @@ class _Owed:
 
 class EraseCalls:
     """Mutable fields: `heard`, `_tiers` and `_bucket`, `_flash_lost` (why there is no flash where
-    there should be), `_owed` by id, `_owes_all` (everything below is to go), `_is_told` (others
+    there should be), `_owed` by id, `_owes_all` (everything below is to go) and `_all_asked` (how
+    often that was asked for), `_is_told` (others
     have told what they know), `_noted_s`, `_is_news` (since the last note), and the counts `told`
     (erasures, by other nodes) and `discarded` (blocks)."""
 
@@ -77,6 +78,7 @@ class EraseCalls:
         self._flash_lost = ""
         self._owed: dict[bytes, _Owed] = {}
         self._owes_all = False
+        self._all_asked = 0
         self._is_told = False
         self._noted_s, self._is_news = -NOTE_S, False
         self._erasing = anyio.Lock()
@@ -133,8 +135,9 @@ class EraseCalls:
             self._state.index.erasures.settle()
         if self._tiers is not None:
             self._tiers.closed = not self._is_told or self._owes_all or bool(self._owed)
-        if self._bucket is not None:  # of what it owes it serves nothing by itself
-            self._bucket.closed = not self._is_told
+        if self._bucket is not None:  # of what it was told to erase it serves nothing by itself
+            untold = any(owed.in_bucket is None for owed in self._owed.values())
+            self._bucket.closed = not self._is_told or untold
 
     # --- calls ---
 
@@ -211,6 +214,7 @@ class EraseCalls:
         self._state.notify()
         below = 0 if self._tiers is None else self._tiers.blocks
         self._owes_all = self._tiers is not None
+        self._all_asked += 1
         self.discarded += blocks + below
         if blocks + below:
             _log.warning(
@@ -248,6 +252,7 @@ class EraseCalls:
         if len(self._owed) > OWED_MAX:
             self._owed.clear()
             self._owes_all = True
+            self._all_asked += 1
         return owed.kept
 
     def _keep_out(self, erasure: Erasure) -> None:
@@ -330,12 +335,9 @@ class EraseCalls:
         self._owed.pop(owed.kept.erasure.id, None)
 
     async def _erase_all_below(self, tiers: FlashTier) -> None:
-        self._owes_all = False
-        try:
-            await tiers.drop(DropOrder())
-        except Unavailable:
-            self._owes_all = True
-            raise
+        asked = self._all_asked
+        await tiers.drop(DropOrder())
+        self._owes_all = self._all_asked > asked  # of what came meanwhile
 
     async def _erase_below(self, tiers: FlashTier, owed: _Owed) -> None:
         erasure = owed.kept.erasure

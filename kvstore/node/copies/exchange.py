@@ -36,7 +36,7 @@ ROUND_S = 5.0  # between two meetings with nodes that were met before
 # Then one that does not answer is no reason any more to serve nothing from flash, if another has
 # answered: what one knows all have heard within a few rounds.
 PATIENCE_S = 15.0
-AGREE_TRIES = 4  # meetings until both know the same; more are drops that come without a pause
+AGREE_TRIES = 4  # meetings until both know the same, where drops come without a pause
 OWED_S = 30.0  # between two tries to erase what a disk would not
 
 
@@ -100,7 +100,7 @@ class Meetings:
                 if met.start_id == await link.start_id(deadline_s=MEET_S):
                     return number
             await self._meet(link)  # which may tell this one of more
-        raise Unavailable(f"{link.node.member_id} and this node hear of ever more erasures")
+        return number  # it was told of all up to there in the last meeting
 
     async def run(self) -> None:
         """Meet others until cancelled."""
@@ -177,9 +177,10 @@ class Meetings:
     async def _hear_past(self, said: Exchange | Exchanged, by: str) -> None:
         """Learn what a node cannot tell any more, and discard what that may have erased."""
         heard, now_s = self.erasing.heard, self.state.now_s()
-        if heard.may_have_missed(said.past, said.forgotten_s, now_s):
+        missed = heard.may_have_missed(said.past, said.forgotten_s, now_s)
+        heard.learn(said.past, said.forgotten_s, now_s)  # at once: `agree` tells others of it
+        if missed:
             await self.erasing.discard(by)
-        heard.learn(said.past, said.forgotten_s, self.state.now_s())
 
     def _behind(self, is_first: bool) -> tuple[bytes, float | None]:
         heard = self.erasing.heard

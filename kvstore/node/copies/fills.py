@@ -221,7 +221,10 @@ class Filler:
         own = {index for index, _ in span.named()}
         whole = True
         for kind, indices in kinds.items():
-            order = self._order(piece, sorted(own.intersection(indices)), kind, spare, as_of)
+            named = sorted(own.intersection(indices))
+            if not named:
+                continue  # it was not asked about these
+            order = self._order(piece, named, kind, spare, as_of)
             whole &= await self._copy(link, piece, order)
         return whole
 
@@ -242,7 +245,7 @@ class Filler:
             for header, move in zip(order.headers, begun, strict=True)
             if move is not None
         }
-        outcome, begun_s = PullOutcome(), now_s()
+        outcome, begun_s, is_whole = PullOutcome(), now_s(), "erased" not in verdicts
         try:
             if moves:
                 transfers = self._moving(PlainShape(length, order.head_groups))
@@ -252,12 +255,13 @@ class Filler:
             checksums = outcome.checksums()
             for i, move in moves.items():
                 stored = index.end_move(move, checksums.get(i))
+                is_whole &= stored or i not in outcome.pulled  # else it was erased as it came
                 self.filled += stored
                 self.failed += not stored
             index.put_abort(order.put_id, OWN_SESSION, now_s())
             self.state.on_moved("fill", length * len(outcome.pulled), now_s() - begun_s)
             self.state.notify()
-        return "erased" not in verdicts
+        return is_whole
 
     def _note_full(self, keys: Iterable[bytes]) -> None:
         for key in keys:

@@ -189,9 +189,8 @@ class BucketTier:
             self.counts["corrupt"] += 1
             more = self._pacing.more(self._state.now_s())
             if more is not None:
-                others = f" ({more} more since the last line)" if more else ""
                 text = "bucket: block %s is corrupt; object %s is deleted%s"
-                _log.error(text, key.hex(), where[0], others)
+                _log.error(text, key.hex(), where[0], more)
             self.bucket.forget([where[0]])
 
     def totals(self) -> dict[str, int]:

@@ -170,15 +170,19 @@ class FlashTier:
 
     def _wanted(self, keys: Sequence[bytes]) -> dict[bytes, int]:
         """Return where those are that only flash has, and count them as used."""
+        wanted = self._places(keys)
+        if wanted:
+            self._log.catalog.use(list(wanted))
+        return wanted
+
+    def _places(self, keys: Sequence[bytes]) -> dict[bytes, int]:
+        """Return where those are that only flash has."""
         entries = self._state.index.ledger.entries
         missing = [key for key in keys if key not in entries]
         if not missing or self._is_aside():
             return {}
         places = self._log.catalog.find(missing)
-        wanted = {key: place for key, place in zip(missing, places, strict=True) if place}
-        if wanted:
-            self._log.catalog.use(list(wanted))
-        return wanted
+        return {key: place for key, place in zip(missing, places, strict=True) if place}
 
     async def brought_up(
         self, chosen: Chosen | None = None
@@ -202,7 +206,7 @@ class FlashTier:
             places = dict(zip(keys, self._log.catalog.find(keys), strict=True))
             while places:
                 batch = self._batch(places)
-                await self._rises.rise(self._wanted(list(batch)), BATCH_S)
+                await self._rises.rise(self._places(list(batch)), BATCH_S)
                 self._look_at_faults()
                 yield list(batch), sum(key not in here for key in batch)
 
