@@ -120,6 +120,10 @@ class Router:
     def _looked_at(self, segment: bytes, *, writing: bool, spread: bool) -> list[StoreNode]:
         place = self._writable if writing else self._readable
         nodes = place.looked_at(segment, place.copies, NODES_BEYOND)
+        if not writing and len(self._writable.nodes) < len(place.nodes):
+            # In the place of one that drains another one is written to, which may be further on.
+            homes = self._writable.homes(segment, place.copies)
+            nodes += [node for node in homes if node not in nodes]
         copies, ends_s = self._hot.get(segment, (1, 0.0))
         if spread and copies > 1 and self._now_s() < ends_s:
             begun = self._chance.choice(place.homes(segment, copies))
@@ -149,7 +153,7 @@ class Router:
             except KvassError:
                 self._counts["unanswered"] += len(indices)
 
-        for _ in range(self._readable.copies + NODES_BEYOND):
+        for _ in range(2 * self._readable.copies + NODES_BEYOND):
             left = wanted - settled
             plan = self.plan(chain, left, tried, writing=writing) if left else {}
             if not plan or self._now_s() >= ends_s:
