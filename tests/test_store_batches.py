@@ -65,7 +65,7 @@ class Side:
             other = draw.randrange(len(headers))
             headers[other] = msgspec.structs.replace(headers[other], tenant="other")
         spares, is_copy = draw.random() < 0.1, draw.random() < 0.15
-        as_of = self.index.erasures.number if is_copy else None
+        as_of = draw.randrange(self.index.erasures.number + 1) if is_copy else None
         self.offered[number] = [header.key for header in headers]
         order = replace(order, headers=headers, spares=spares, as_of=as_of)
         try:

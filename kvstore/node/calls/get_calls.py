@@ -8,6 +8,7 @@ from functools import partial
 from itertools import chain
 
 from kvass.common.errors import Invalid, KvassError
+from kvass.common.pacing import Pacing
 from kvass.common.rpc.server import Answer, Call, Handler
 from kvass.common.wire import Message
 from kvass.kvstore import messages as m
@@ -22,10 +23,11 @@ WRITE_GRACE_S = 5.0
 
 
 class GetCalls:
-    """Owns no state but the index's."""
+    """Owns no state but the index's, and `_pacing` (of lines about corrupt blocks)."""
 
     def __init__(self, state: NodeState) -> None:
         self._state = state
+        self._pacing = Pacing()
 
     def handlers(self) -> Mapping[type[Message], Handler]:
         """Return what an RPC server answers."""
@@ -155,7 +157,9 @@ class GetCalls:
             if right:
                 self._state.faults["get_suspect"] += 1
             else:
-                _log.error("block %s is corrupt here; dropped", key.hex())
+                more = self._pacing.more(self._state.now_s())
+                if more is not None:
+                    _log.error("block %s is corrupt here; dropped%s", key.hex(), more)
                 index.found_corrupt(entry, self._state.now_s())
         self._state.notify()
         return reply
