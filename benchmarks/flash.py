@@ -1,10 +1,11 @@
 """How near to the disk's own speed is the flash tier, and what does it keep in memory?
 
-Blocks of the default model in fp8 are appended to a log, synced, and read again in random order,
-each one checked in the caller's memory. The references are `fio` in the same folder and the same
-run, past the page cache, into new files, with the same sizes and as much in flight; rounds
-alternate. Then a log of many small records is opened anew, and the table of all keys is filled with
-as many as a large node has. `--compression` measures something else: `rig_compression.py`.
+Blocks of the default model in fp8 are appended to a log, synced, and brought up again in random
+order as a node does it, each one checked in memory of the caller's own. The references are `fio` in
+the same folder and the same run, past the page cache, into new files, with the same sizes and as
+much in flight; rounds alternate. Then a log of many small records is opened anew, and the table of
+all keys is filled with as many as a large node has. `--compression` measures something else:
+`rig_compression.py`.
 """
 
 from __future__ import annotations
@@ -20,26 +21,34 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
+import anyio
 import numpy as np
+from numpy.typing import NDArray
 
 import rig
+from kvass.common import event_loop
 from kvass.common.block import BlockHeader, BlockLayout
 from kvass.common.checksum import sums
+from kvass.common.executor import ThreadExecutor
 from kvass.kvstore.flash import records, table
 from kvass.kvstore.flash.appender import BUFFER_BYTES
 from kvass.kvstore.flash.appender import DEPTH as WRITES
-from kvass.kvstore.flash.disk import PAGE, RealDisk, page_memory
+from kvass.kvstore.flash.disk import PAGE, RealDisk
+from kvass.kvstore.flash.fetched import copy_all
 from kvass.kvstore.flash.log import FlashLog
 from kvass.kvstore.flash.settings import LogSettings
 from kvass.kvstore.flash.table import Table
+from kvass.kvstore.node.service import COPY_THREADS
+from kvass.kvstore.node.tiers.flash_source import FLASH_READS, FlashSource
+from kvass.kvstore.node.tiers.rises import FLIGHT_BYTES, PART_BYTES
 from rig import Figure
 
 LAYOUT = BlockLayout(layers=30, kv_heads=3, head_dim=64, block_tokens=16, kv_dtype="fp8")
 SEGMENT_BYTES = 64 << 20
 BATCH = 64  # blocks of one append
-DEPTH = 8  # reads in flight
 ROUNDS, QUICK_ROUNDS = 5, 2
 SIZE_BYTES, QUICK_SIZE_BYTES = 1 << 30, 256 << 20
 RECORDS = 100_000
@@ -94,24 +103,37 @@ def write_gb_s(log: FlashLog, blocks: list[tuple[BlockHeader, memoryview]]) -> f
 
 
 def read_gb_s(log: FlashLog, keys: list[bytes]) -> float:
-    """Read all keys by DEPTH threads, each into memory of its own; every block must come."""
+    """Bring all keys up as a node does, part after part, into memory of the caller's own instead of
+    slots; every block must come."""
     places = log.catalog.find(keys)
-    target = np.ones((DEPTH, BATCH, LAYOUT.block_size), dtype=np.uint8)
+    starts = iter(range(0, len(keys), BATCH))
+    target = np.ones((FLIGHT_BYTES // PART_BYTES, BATCH, LAYOUT.block_size), dtype=np.uint8)
+    readers, copiers = ThreadExecutor("read", FLASH_READS), ThreadExecutor("copy", COPY_THREADS)
+    source = FlashSource(log.catalog, readers)
+    right: list[bool] = []
 
-    def read(thread: int) -> int:
-        buffer = page_memory(records.pages_of(LAYOUT.block_size + PAGE) * PAGE)
-        right = 0
-        for number in range(thread, len(keys), DEPTH):
-            fetched = log.catalog.read(keys[number], places[number], buffer)
-            slot = target[thread, number // DEPTH % BATCH].data
-            right += fetched is not None and fetched.copy_to(slot)
-        return right
+    async def lift(slots: NDArray[np.uint8]) -> None:
+        addresses = [slot.ctypes.data for slot in slots]
+        for start in starts:
+            part = dict(
+                zip(keys[start : start + BATCH], places[start : start + BATCH], strict=True)
+            )
+            async with source.fetched(part) as fetched:
+                blocks = list(fetched.values())
+                copy = partial(copy_all, blocks, addresses[: len(blocks)])
+                right.extend(await copiers.run(copy))
 
-    with ThreadPoolExecutor(DEPTH) as threads:
+    async def lift_all() -> float:
         started_s = time.perf_counter()
-        right = sum(threads.map(read, range(DEPTH)))
-        taken_s = time.perf_counter() - started_s
-    assert right == len(keys), f"{right} of {len(keys)} blocks came"
+        async with anyio.create_task_group() as tasks:
+            for slots in target:
+                tasks.start_soon(lift, slots)
+        return time.perf_counter() - started_s
+
+    taken_s = event_loop.run(lift_all)
+    readers.close()
+    copiers.close()
+    assert right == [True] * len(keys), f"{sum(right)} of {len(keys)} blocks came"
     return len(keys) * LAYOUT.block_size / taken_s / 1e9
 
 
@@ -132,7 +154,7 @@ def speed_figures(folder: Path, size: int, rounds: int) -> list[Figure]:
             chance.shuffle(keys)
             rates["read"].append(read_gb_s(log, keys))
         shutil.rmtree(folder / f"log-{number}")
-        way = (f"--bs={record}", f"--iodepth={DEPTH}", "--rw=randread", "--norandommap")
+        way = (f"--bs={record}", f"--iodepth={FLASH_READS}", "--rw=randread", "--norandommap")
         rates["fio read"].append(fio_gb_s(folder, size, *way))
     middle = {name: statistics.median(values) for name, values in rates.items()}
     return [
@@ -140,7 +162,7 @@ def speed_figures(folder: Path, size: int, rounds: int) -> list[Figure]:
                f"fio, {BUFFER_BYTES >> 20} MiB, depth {WRITES}", middle["fio write"],
                least_ratio=0.7),
         Figure("random reads, checked", middle["read"], "GB/s",
-               f"fio, {record} bytes, depth {DEPTH}", middle["fio read"], least_ratio=0.8),
+               f"fio, {record} bytes, depth {FLASH_READS}", middle["fio read"], least_ratio=0.8),
     ]  # fmt: skip
 
 

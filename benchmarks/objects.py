@@ -34,6 +34,7 @@ from kvass.common.checksum import sums
 from kvass.common.event_loop import run
 from kvass.common.executor import ThreadExecutor
 from kvass.common.keys import SEGMENT_BLOCKS, Chain, Namespace
+from kvass.kvstore.flash.fetched import copy_all
 from kvass.kvstore.node.tiers.bucket_tier import READS
 from kvass.kvstore.node.tiers.uploads import UPLOADS
 from kvass.kvstore.objects import contents
@@ -206,8 +207,8 @@ class Bench:
             for block, data, (start, _) in zip(blocks, read, ranges, strict=True):
                 fetched = contents.read(self.names[number], data, start)
                 assert fetched is not None and fetched.header == headers[block]
-                target = self.target[number % READS, block].data
-                assert await self.threads.run(partial(fetched.copy_to, target))
+                address = self.target[number % READS, block].ctypes.data
+                assert await self.threads.run(partial(copy_all, [fetched], [address])) == [True]
             return SIZE * len(blocks)
 
         return work

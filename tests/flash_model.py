@@ -112,7 +112,7 @@ def open_log(
 
 
 def read(log: FlashLog, number: int) -> bytes | None:
-    """Read a block as a node does: find, read, copy, check; None for a miss."""
+    """Read a block as a node does: find, read, check; None for a miss."""
     key = key_of(number)
     (place,) = log.catalog.find([key])
     if not place:
@@ -120,12 +120,11 @@ def read(log: FlashLog, number: int) -> bytes | None:
     fetched = log.catalog.read(key, place, page_memory(pages_in(place) * PAGE))
     if fetched is None:
         return None
-    target = bytearray(fetched.header.length)
-    if not fetched.copy_to(memoryview(target)):
+    if not fetched.is_right():
         log.catalog.found_wrong(key, place)
         return None
     assert fetched.header == header_of(number)
-    return bytes(target)
+    return bytes(fetched.payload)
 
 
 def matches(order: DropOrder, number: int) -> bool:

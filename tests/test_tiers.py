@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import anyio
 import anyio.abc
 import msgspec
+import numpy as np
 import pytest
 
 from flash_model import SMALL, header_of, key_of, open_log, payload_of
 from inline import InlineExecutor, ManualClock
 from kvass.kvstore.flash.disk import PAGE, Disk
+from kvass.kvstore.flash.fetched import Fetched
 from kvass.kvstore.flash.records import DropOrder
 from kvass.kvstore.index.index import Index, Limits
 from kvass.kvstore.index.puts import PutOrder
 from kvass.kvstore.node.slab import Slab
 from kvass.kvstore.node.state import NodeState
 from kvass.kvstore.node.tiers import rises
+from kvass.kvstore.node.tiers.flash_source import FlashSource
 from kvass.kvstore.node.tiers.flash_tier import ASIDE_S, FlashTier
 from memory_disk import MemoryDisk
 
@@ -60,7 +63,8 @@ class Stage:
         self.state = NodeState(self.index, nothing, nothing, self.clock)
         self.readers = Gate()
         self.log = log = open_log(disk, SMALL)
-        self.tiers = FlashTier(self.state, self.slab, log, InlineExecutor(), self.readers, tasks)
+        inline = InlineExecutor()
+        self.tiers = FlashTier(self.state, self.slab, log, inline, self.readers, inline, tasks)
 
     def put(self, number: int) -> None:
         header = header_of(number)
@@ -129,6 +133,67 @@ async def test_a_flipped_bit_is_a_miss_and_the_slot_comes_back(tasks: anyio.abc.
     assert key_of(3) not in stage.tiers.found([key_of(3)])
     stage.index.ledger.check()
     assert stage.index.ledger.blocks["writing"] == stage.index.ledger.blocks["quarantined"] == 0
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+async def test_of_blocks_that_come_up_together_each_is_judged_for_itself(
+    tasks: anyio.abc.TaskGroup, elsewhere: bool
+) -> None:
+    disk = MemoryDisk()
+    stage = Stage(disk, tasks)
+    numbers = [1, 5, 9, 13]  # of one size, so that they are one put
+    for number in numbers:
+        stage.put(number)
+    stage.tiers.asked([key_of(number) for number in numbers])
+    await stage.tiers.sink()
+    for number in numbers:
+        stage.evict(number)
+    (content,) = (each for each in disk.files.values() if payload_of(5)[:64] in each.data)
+    content.data[content.data.index(payload_of(5)[:64]) + 100] ^= 1
+    stage.readers.opened = anyio.Event()
+    tasks.start_soon(stage.tiers.rise, [key_of(number) for number in numbers])
+    await anyio.wait_all_tasks_blocked()
+    if elsewhere:  # meanwhile a writer puts one of them in another shape, which no put may mix
+        plain = msgspec.structs.replace(header_of(9), checksums=())
+        order = PutOrder("p", "s", [plain], 4, range(4), ends_s=1e9)
+        assert stage.index.put_begin(order, 0.0) == ["granted"]
+    stage.readers.opened.set()
+    await anyio.wait_all_tasks_blocked()
+    there = {number: stage.read(number) for number in numbers}
+    nine = None if elsewhere else payload_of(9)
+    assert there == {1: payload_of(1), 5: None, 9: nine, 13: payload_of(13)}
+    totals = stage.tiers.totals()
+    assert (totals["flash_corrupt"], totals["flash_rises_refused"]) == (1, int(elsewhere))
+    assert stage.tiers.found([key_of(5), key_of(9)]) == {key_of(9)}
+    assert stage.index.ledger.blocks["writing"] == int(elsewhere)
+    stage.index.ledger.check()
+
+
+async def test_memory_is_read_into_again_when_nobody_looks_at_it(
+    tasks: anyio.abc.TaskGroup,
+) -> None:
+    stage = await filled(MemoryDisk(), tasks)
+    source = FlashSource(stage.log.catalog, InlineExecutor())
+    (place_1, place_2) = stage.log.catalog.find([key_of(1), key_of(2)])
+
+    def memory(found: Mapping[bytes, Fetched]) -> int:
+        (block,) = found.values()
+        assert block.is_right()
+        return np.frombuffer(block.payload, dtype=np.uint8).ctypes.data
+
+    async with source.fetched({key_of(1): place_1}) as one:
+        first = memory(one)
+        async with source.fetched({key_of(2): place_2}) as two:
+            second = memory(two)
+        assert abs(second - first) >= rises.PART_BYTES and memory(one) == first
+    async with source.fetched({key_of(2): place_2}) as two:
+        assert memory(two) == second
+        with pytest.raises(ZeroDivisionError):
+            async with source.fetched({key_of(1): place_1}) as one:
+                third = memory(one)
+                raise ZeroDivisionError
+        async with source.fetched({key_of(1): place_1}) as one:
+            assert memory(one) not in (second, third), "who failed may have left a read under way"
 
 
 async def test_a_drop_reaches_flash(tasks: anyio.abc.TaskGroup) -> None:

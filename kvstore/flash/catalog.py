@@ -7,36 +7,21 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvass.common.block import BlockHeader
-from kvass.common.checksum import sums
 from kvass.common.errors import Unavailable
 from kvass.common.pacing import Pacing
 from kvass.kvstore.flash import records, table
 from kvass.kvstore.flash.disk import PAGE
+from kvass.kvstore.flash.fetched import Fetched
 from kvass.kvstore.flash.segment import Segment
 from kvass.kvstore.flash.table import U64, Table
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """A record as it came from the disk, in the reader's buffer. Only its header was checked."""
-
-    header: BlockHeader
-    payload: memoryview
-
-    def copy_to(self, target: memoryview) -> bool:
-        """Copy the payload, and say whether what is in `target` then is right."""
-        groups = len(self.header.checksums)
-        target[:] = self.payload
-        return sums(target, 0, self.header.length // groups, groups) == self.header.checksums
 
 
 class Catalog:
@@ -98,6 +83,19 @@ class Catalog:
         if header.key != key or record.pages * PAGE != len(room):
             return None  # two keys whose first bytes are the same: this one is not here
         return Fetched(header, room[record.payload_at : record.payload_at + header.length])
+
+    def read_all(self, places: Mapping[bytes, int], buffer: memoryview) -> dict[bytes, Fetched]:
+        """As `read`, of several records, one after the other, each into its part of `buffer`; what
+        cannot be had is not in the answer."""
+        fetched: dict[bytes, Fetched] = {}
+        start = 0
+        for key, place in places.items():
+            stop = start + table.pages_in(place) * PAGE
+            found = self.read(key, place, buffer[start:stop])
+            if found is not None:
+                fetched[key] = found
+            start = stop
+        return fetched
 
     def found_wrong(self, key: bytes, place: int) -> None:
         """What was read there is not what was written: nobody finds it any more."""

@@ -139,7 +139,7 @@ class Files:
             fetched = self._catalog.read(key, place, page_memory(size))
             if fetched is None:
                 continue
-            if fetched.copy_to(fetched.payload):
+            if fetched.is_right():
                 yield fetched.header, fetched.payload
             else:
                 self._catalog.found_wrong(key, place)

@@ -107,9 +107,11 @@ class Node:
         """Wait until this node has heard of every erasure that the others have heard of."""
         await self._meetings.all_told()
 
-    def add_flash(self, log: FlashLog, writer: Executor, readers: Executor) -> None:
+    def add_flash(
+        self, log: FlashLog, writer: Executor, readers: Executor, copiers: Executor
+    ) -> None:
         """Use a second tier, before `run`."""
-        self._tiers = FlashTier(self._state, self._slab, log, writer, readers, self._tasks)
+        self._tiers = FlashTier(self._state, self._slab, log, writer, readers, copiers, self._tasks)
         self._state.rise = self._tiers.rise
         self._state.on_asked = self._tiers.asked
         self._handover.below = self._tiers.brought_up

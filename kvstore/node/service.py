@@ -19,7 +19,7 @@ from kvass.common.bus import check_name
 from kvass.common.clock import LoopClock
 from kvass.common.config import DEFAULT_BROKER, Config, StoreConfig
 from kvass.common.errors import Invalid, Unavailable
-from kvass.common.executor import ThreadExecutor
+from kvass.common.executor import Executor, ThreadExecutor
 from kvass.common.member import GOODBYE_S, LOAD_INTERVAL_S, Member
 from kvass.common.membership import State
 from kvass.common.rpc.credentials import credentials_of
@@ -45,6 +45,7 @@ from kvass.kvstore.node.copies.leaving import Phase
 from kvass.kvstore.node.node import Node
 from kvass.kvstore.node.observe import Observer
 from kvass.kvstore.node.slab import Slab
+from kvass.kvstore.node.tiers.flash_source import FLASH_READS
 from kvass.kvstore.objects.extra import require_client
 from kvass.kvstore.placement import StoreNode, nodes_of
 from kvass.kvstore.router import Router
@@ -59,7 +60,6 @@ _POLICIES: dict[str, Callable[[], Eviction]] = {"reuse": ReuseEviction, "lru": C
 # Before a node is announced it is told what was erased; one that cannot be asked goes from the
 # view after as long, and does not hold up the rest.
 TOLD_S = 3.0
-FLASH_READERS = 8  # reads in flight: one alone leaves a disk idle most of the time
 COPY_THREADS = 2  # hashing and copying beside the mover thread's reads; more only takes cores
 
 
@@ -166,7 +166,7 @@ async def open_node(config: Config, hello: Hello) -> AsyncIterator[tuple[Node, s
             scrub_s=config.store.scrub_s,
         )  # fmt: skip
         flash = stack.enter_context(ExitStack())
-        await _open_flash(config.store, hello.member_id, identity, node, flash)
+        await _open_flash(config.store, hello.member_id, identity, node, executor, flash)
         _open_bucket(config, node, flash)
         server = Server(hello, node.handlers(), credentials, on_leave=node.on_leave)
         tasks.start_soon(node.run)
@@ -178,7 +178,12 @@ async def open_node(config: Config, hello: Hello) -> AsyncIterator[tuple[Node, s
 
 
 async def _open_flash(
-    store: StoreConfig, member_id: str, who: Identity, node: Node, stack: ExitStack
+    store: StoreConfig,
+    member_id: str,
+    who: Identity,
+    node: Node,
+    copiers: Executor,
+    stack: ExitStack,
 ) -> None:
     """Give the node its second tier; where the disk refuses, say so and go on without."""
     if not store.flash_dir:
@@ -206,11 +211,11 @@ async def _open_flash(
         node.lose_flash(str(error))
         return
     stack.callback(log.close)
-    writer, readers = ThreadExecutor("kvass-sink"), ThreadExecutor("kvass-rise", FLASH_READERS)
+    writer, readers = ThreadExecutor("kvass-sink"), ThreadExecutor("kvass-rise", FLASH_READS)
     stack.callback(readers.close)
     stack.callback(writer.close)
     _log.info("flash: %d blocks in %s", len(log.catalog), store.flash_dir)
-    node.add_flash(log, writer, readers)
+    node.add_flash(log, writer, readers, copiers)
 
 
 def _open_bucket(config: Config, node: Node, stack: ExitStack) -> None:

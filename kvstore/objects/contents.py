@@ -15,8 +15,8 @@ from hashlib import blake2b
 
 from kvass.common.block import BlockHeader
 from kvass.kvstore.flash import records
-from kvass.kvstore.flash.catalog import Fetched
 from kvass.kvstore.flash.disk import PAGE
+from kvass.kvstore.flash.fetched import Fetched
 from kvass.kvstore.flash.table import PAGES_MAX
 from kvass.kvstore.objects.names import BLOCKS_MAX
 

@@ -43,7 +43,7 @@ def give_flash(node: SimNode, disk: MemoryDisk, seed: int, *, read_s: float = 0.
     """Let a node that has just been added use a disk, and what is on it; before it runs. Each read
     takes `read_s`."""
     log = FlashLog(disk, SETTINGS, InlineFutures(), random.Random(seed).randbytes)
-    node.node.add_flash(log, _OfLife(node), _OfLife(node, read_s))
+    node.node.add_flash(log, _OfLife(node), _OfLife(node, read_s), _OfLife(node))
     return log
 
 

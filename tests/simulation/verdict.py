@@ -196,9 +196,8 @@ def on_flash(node: SimNode) -> Iterator[tuple[bytes, bytes | None]]:
     assert len(keys) == finds, f"{node.member_id} finds {finds} blocks on flash, has {len(keys)}"
     for key, place in zip(keys, log.catalog.find(keys), strict=True):
         fetched = log.catalog.read(key, place, page_memory(pages_in(place) * PAGE))
-        target = bytearray(LAYOUT.block_size)
-        right = fetched is not None and fetched.copy_to(memoryview(target))
-        yield key, bytes(target) if right else None
+        right = fetched is not None and fetched.is_right()
+        yield key, bytes(fetched.payload) if fetched is not None and right else None
 
 
 def _contents(requests: Iterable[Request]) -> dict[bytes, bytes]:

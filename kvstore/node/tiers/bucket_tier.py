@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 
 import anyio
 import anyio.abc
@@ -20,8 +21,8 @@ import anyio.abc
 from kvass.common.errors import Unavailable
 from kvass.common.executor import Executor
 from kvass.common.pacing import Pacing
-from kvass.kvstore.flash.catalog import Fetched
 from kvass.kvstore.flash.disk import PAGE
+from kvass.kvstore.flash.fetched import Fetched
 from kvass.kvstore.flash.records import DropOrder
 from kvass.kvstore.flash.table import U64, pages_in
 from kvass.kvstore.node.slab import Slab
@@ -140,7 +141,8 @@ class BucketTier:
 
     # --- reading: a `rises.Source` ---
 
-    async def fetch(self, places: Mapping[bytes, int]) -> dict[bytes, Fetched]:
+    @asynccontextmanager
+    async def fetched(self, places: Mapping[bytes, int]) -> AsyncIterator[Mapping[bytes, Fetched]]:
         """Read blocks, those of one object at once."""
         fetched: dict[bytes, Fetched] = {}
         by_object: dict[str, list[tuple[int, int, bytes]]] = {}
@@ -152,7 +154,7 @@ class BucketTier:
         async with anyio.create_task_group() as tasks:
             for name, parts in by_object.items():
                 tasks.start_soon(self._fetch, name, sorted(parts), places, fetched)
-        return fetched
+        yield fetched
 
     async def _fetch(
         self,

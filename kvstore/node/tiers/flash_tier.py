@@ -31,7 +31,8 @@ from kvass.kvstore.flash.table import U64, Chosen, pages_in
 from kvass.kvstore.index.ledger import Entry
 from kvass.kvstore.node.slab import Slab
 from kvass.kvstore.node.state import NodeState
-from kvass.kvstore.node.tiers.rises import GET_S, LIFT_S, RISING_MAX, FlashSource, Rises
+from kvass.kvstore.node.tiers.flash_source import FlashSource
+from kvass.kvstore.node.tiers.rises import GET_S, LIFT_S, RISING_MAX, Rises
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class FlashTier:
     `counts`; `closed`, which the owner sets: nothing is served from flash, and nothing goes there.
 
     `writer` runs one call of the log at a time, `readers` as many reads as the disk wants in
-    flight."""
+    flight, `copiers` what is copied into slots meanwhile."""
 
     def __init__(
         self,
@@ -59,13 +60,14 @@ class FlashTier:
         log: FlashLog,
         writer: Executor,
         readers: Executor,
+        copiers: Executor,
         tasks: anyio.abc.TaskGroup,
     ) -> None:
         self._state = state
         self._slab = slab
         self._log = log
         self._writer = writer
-        self._rises = Rises(state, slab, FlashSource(log.catalog, readers), readers, tasks)
+        self._rises = Rises(state, slab, FlashSource(log.catalog, readers), copiers, tasks)
         self._waiting: dict[bytes, None] = {}
         self._sinking = 0
         self._aside_until_s = self._writes_again_s = -1.0

@@ -14,8 +14,9 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from operator import attrgetter
 from typing import Protocol
 
 import anyio
@@ -25,8 +26,8 @@ import msgspec
 from kvass.common.block import BlockHeader
 from kvass.common.errors import KvassError
 from kvass.common.executor import Executor
-from kvass.kvstore.flash.catalog import Catalog, Fetched
-from kvass.kvstore.flash.disk import PAGE, page_memory
+from kvass.kvstore.flash.disk import PAGE
+from kvass.kvstore.flash.fetched import Fetched, copy_all
 from kvass.kvstore.flash.table import pages_in
 from kvass.kvstore.index.puts import Move, PutOrder
 from kvass.kvstore.node.chores import survived
@@ -52,41 +53,16 @@ class Source(Protocol):
         session of the puts that this node makes to itself."""
         ...
 
-    async def fetch(self, places: Mapping[bytes, int]) -> dict[bytes, Fetched]:
-        """Read all of these at once; what cannot be had is not in the answer."""
+    def fetched(
+        self, places: Mapping[bytes, int]
+    ) -> AbstractAsyncContextManager[Mapping[bytes, Fetched]]:
+        """Read all of these at once; what cannot be had is not in the answer. The bytes are the
+        caller's until the block ends."""
         ...
 
     def found_wrong(self, key: bytes, place: int) -> None:
         """What was read there is not what was written."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class FlashSource:
-    """Flash: `readers` runs as many reads as the disk wants in flight."""
-
-    catalog: Catalog
-    readers: Executor
-    name: str = "flash"
-
-    async def fetch(self, places: Mapping[bytes, int]) -> dict[bytes, Fetched]:
-        fetched: dict[bytes, Fetched] = {}
-
-        async def read(key: bytes, place: int) -> None:
-            found = await self.readers.run(self._reading(key, place))
-            if found is not None:
-                fetched[key] = found
-
-        async with anyio.create_task_group() as tasks:
-            for key, place in places.items():
-                tasks.start_soon(read, key, place)
-        return fetched
-
-    def _reading(self, key: bytes, place: int) -> Callable[[], Fetched | None]:
-        return lambda: self.catalog.read(key, place, page_memory(pages_in(place) * PAGE))
-
-    def found_wrong(self, key: bytes, place: int) -> None:
-        self.catalog.found_wrong(key, place)
 
 
 class Rises:
@@ -185,47 +161,65 @@ class Rises:
 
     async def _bring(self, places: dict[bytes, int], as_of: int) -> None:
         """Read all at once, then show them in the order in which they will be asked for."""
-        fetched = await self._source.fetch(places)
-        for key in places:
-            if key in fetched:
-                await self._show(fetched[key], places[key], as_of)
+        async with self._source.fetched(places) as fetched:
+            there = [fetched[key] for key in places if key in fetched]
+            for _, blocks in itertools.groupby(there, key=attrgetter("shape")):
+                await self._show(list(blocks), places, as_of)
 
-    async def _show(self, fetched: Fetched, place: int, as_of: int) -> None:
-        """Put a block that was read into a slot; it is visible when it is right there."""
-        index, header = self._state.index, fetched.header
-        order = self._order(header, as_of)
+    async def _show(
+        self, blocks: Sequence[Fetched], places: Mapping[bytes, int], as_of: int
+    ) -> None:
+        """Put blocks of one shape into slots; they are visible when they are right there."""
+        index, now_s = self._state.index, self._state.now_s
+        order = self._order([block.header for block in blocks], as_of)
         try:
-            verdicts = index.put_begin(order, self._state.now_s())
+            verdicts = index.put_begin(order, now_s())
         except KvassError as error:  # too many puts, or a block of this name and another shape
+            index.put_abort(order.put_id, order.session, now_s())
+            if len(blocks) > 1:
+                for block in blocks:
+                    await self._show([block], places, as_of)
+                return
             self.counts["rises_refused"] += 1
-            _log.debug("%s of %s: %s", header.key.hex(), self._source.name, error)
+            _log.debug("%s of %s: %s", blocks[0].header.key.hex(), self._source.name, error)
             return
-        if verdicts != ["granted"]:
-            return  # no room, erased meanwhile, or here by now
-        (move,) = index.begin_moves(order.put_id, order.session, [header.key], self._state.now_s())
-        if move is None:
-            return  # the process stood still, and its time is over
-        right = False
+        # The others: no room, erased meanwhile, or here by now.
+        granted = [
+            block for block, verdict in zip(blocks, verdicts, strict=True) if verdict == "granted"
+        ]
+        keys = [block.header.key for block in granted]
+        begun = index.begin_moves(order.put_id, order.session, keys, now_s())
+        # None: the process stood still, and the put's time is over.
+        pairs = [
+            (block, move) for block, move in zip(granted, begun, strict=True) if move is not None
+        ]
+        right = [False] * len(pairs)
         try:
-            right = await self._copiers.run(lambda: self._copy(fetched, move))
+            if pairs:
+                right = await self._copiers.run(lambda: self._copy(pairs))
         finally:
-            stored = index.end_move(move, header.checksums if right else None)
-            index.put_abort(order.put_id, order.session, self._state.now_s())
+            sums = [
+                block.header.checksums if is_right else None
+                for (block, _), is_right in zip(pairs, right, strict=True)
+            ]
+            stored = index.end_moves([move for _, move in pairs], sums)
+            index.put_abort(order.put_id, order.session, now_s())
             self._state.notify()
-        self.counts["risen"] += stored
-        if not right:
-            self._source.found_wrong(header.key, place)
+        self.counts["risen"] += sum(stored)
+        for (block, _), is_right in zip(pairs, right, strict=True):
+            if not is_right:
+                self._source.found_wrong(block.header.key, places[block.header.key])
 
-    def _copy(self, fetched: Fetched, move: Move) -> bool:
-        with self._slab.view[move.offset : move.offset + move.size] as target:
-            return fetched.copy_to(target)
+    def _copy(self, pairs: Sequence[tuple[Fetched, Move]]) -> list[bool]:
+        addresses = [self._slab.address + move.offset for _, move in pairs]
+        return copy_all([block for block, _ in pairs], addresses)
 
-    def _order(self, header: BlockHeader, as_of: int) -> PutOrder:
-        groups = len(header.checksums)
+    def _order(self, headers: Sequence[BlockHeader], as_of: int) -> PutOrder:
+        groups = len(headers[0].checksums)
         return PutOrder(
             put_id=f"{self._source.name}-{next(self._numbers)}",
             session=self._source.name,
-            headers=[msgspec.structs.replace(header, checksums=())],
+            headers=[msgspec.structs.replace(header, checksums=()) for header in headers],
             head_groups=groups,
             groups=range(groups),
             ends_s=self._state.now_s() + LIFT_S,
