@@ -106,8 +106,9 @@ def read_gb_s(log: FlashLog, keys: list[bytes]) -> float:
     """Bring all keys up as a node does, part after part, into memory of the caller's own instead of
     slots; every block must come."""
     places = log.catalog.find(keys)
-    starts = iter(range(0, len(keys), BATCH))
-    target = np.ones((FLIGHT_BYTES // PART_BYTES, BATCH, LAYOUT.block_size), dtype=np.uint8)
+    part_blocks = -(-PART_BYTES // (table.pages_in(places[0]) * PAGE))
+    starts = iter(range(0, len(keys), part_blocks))
+    target = np.ones((FLIGHT_BYTES // PART_BYTES, part_blocks, LAYOUT.block_size), dtype=np.uint8)
     readers, copiers = ThreadExecutor("read", FLASH_READS), ThreadExecutor("copy", COPY_THREADS)
     source = FlashSource(log.catalog, readers)
     right: list[bool] = []
@@ -115,9 +116,8 @@ def read_gb_s(log: FlashLog, keys: list[bytes]) -> float:
     async def lift(slots: NDArray[np.uint8]) -> None:
         addresses = [slot.ctypes.data for slot in slots]
         for start in starts:
-            part = dict(
-                zip(keys[start : start + BATCH], places[start : start + BATCH], strict=True)
-            )
+            stop = start + part_blocks
+            part = dict(zip(keys[start:stop], places[start:stop], strict=True))
             async with source.fetched(part) as fetched:
                 blocks = list(fetched.values())
                 copy = partial(copy_all, blocks, addresses[: len(blocks)])

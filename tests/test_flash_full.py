@@ -98,7 +98,7 @@ async def lives_through(full: Full, caplog: pytest.LogCaptureFixture) -> None:
         for number in range(6):
             if stage.read(number) is not None:
                 stage.evict(number)
-        await stage.tiers.rise([key_of(number) for number in range(6)])
+        await stage.rise([key_of(number) for number in range(6)])
         assert [stage.read(number) for number in range(6)] == [payload_of(n) for n in range(6)]
         before = totals()["flash_blocks"]
         full.empty()
@@ -165,7 +165,7 @@ async def lives_in(full: Full, caplog: pytest.LogCaptureFixture) -> None:
         totals = stage.tiers.totals()
         assert not totals["flash_full"] and not totals["flash_refused"]
         assert totals["flash_total_bytes"] == 4 * SMALL.segment_bytes
-        await stage.tiers.rise([key_of(0), key_of(59)])
+        await stage.rise([key_of(0), key_of(59)])
         assert stage.read(0) is None and stage.read(59) == payload_of(59)
         (said,) = (line for line in caplog.messages if "store.flash_bytes" in line)
         assert f"{full.folder}/segment-" in said and full.reason in said

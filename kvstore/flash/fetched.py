@@ -34,6 +34,7 @@ def copy_all(blocks: Sequence[Fetched], addresses: Sequence[int]) -> list[bool]:
     """Copy the payloads of blocks of one shape to where each shall be in this process's memory, and
     say of each whether what is there then is right. Blocking, mostly without the interpreter lock;
     the caller keeps the memory."""
+    assert len(blocks) == len(addresses)  # the compiled library does not look
     length, groups = blocks[0].shape
     sources = [np.frombuffer(block.payload, dtype=np.uint8).ctypes.data for block in blocks]
     targets = np.array(addresses, dtype=np.uint64)

@@ -36,6 +36,7 @@ from kvass.kvstore.node.copies.heat import Heat
 from kvass.kvstore.node.copies.leaving import Leaving
 from kvass.kvstore.node.copies.repair import Repair
 from kvass.kvstore.node.deliveries import Deliveries
+from kvass.kvstore.node.keeping import Keeping
 from kvass.kvstore.node.scrub import Scrubber
 from kvass.kvstore.node.slab import Slab
 from kvass.kvstore.node.state import Moved, NodeState, check_own, chosen, ranges, request_of
@@ -283,16 +284,16 @@ class Node:
         if self._bucket is not None:
             self._bucket.asked(keys)
 
-    async def _rise(self, keys: Sequence[bytes]) -> None:
+    async def _rise(self, keys: Sequence[bytes], keep: Keeping) -> None:
         """Bring blocks up from both tiers at once, each from the nearer one."""
         missing = [key for key in keys if key not in self._state.index.ledger.entries]
         if not missing:
             return
         async with anyio.create_task_group() as tasks:
             if self._tiers is not None:
-                tasks.start_soon(self._tiers.rise, missing)
+                tasks.start_soon(self._tiers.rise, missing, keep)
             if self._bucket is not None:
-                tasks.start_soon(self._bucket.rise, self._not_on_flash(missing))
+                tasks.start_soon(self._bucket.rise, self._not_on_flash(missing), keep)
 
     def _not_on_flash(self, keys: Sequence[bytes]) -> list[bytes]:
         found = set() if self._tiers is None else self._tiers.found(keys)

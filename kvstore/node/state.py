@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -16,6 +25,7 @@ from kvass.kvstore.index.index import Index
 from kvass.kvstore.index.puts import Verdict
 from kvass.kvstore.messages import Ranges
 from kvass.kvstore.node.deliveries import Deliveries
+from kvass.kvstore.node.keeping import Keeping
 from kvass.kvstore.node.waiters import Waiters
 
 M = TypeVar("M", bound=Message)
@@ -31,7 +41,8 @@ FAULTS = ("put_failed", "put_corrupt", "get_failed", "get_suspect", "bugs")
 class NodeState:
     """Mutable fields: `faults`, counts by name; `on_stored`, told of the blocks that a writer has
     stored; `on_moved`, of the bytes that went; `rise`, which brings blocks into memory from the
-    tier below, if there is one. Call `notify` after each call of the index."""
+    tiers below, if there are any, and keeps them there. Call `notify` after each call of the
+    index."""
 
     index: Index
     deliveries: Deliveries
@@ -41,7 +52,7 @@ class NodeState:
     on_stored: Callable[[Sequence[bytes]], None] = lambda keys: None
     on_moved: Moved = lambda what, size_bytes, time_s: None
     on_asked: Callable[[Sequence[bytes]], None] = lambda keys: None
-    rise: Callable[[Sequence[bytes]], Awaitable[None]] | None = None
+    rise: Callable[[Sequence[bytes], Keeping], Awaitable[None]] | None = None
     faults: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FAULTS, 0))
 
     def now_s(self) -> float:
@@ -50,6 +61,24 @@ class NodeState:
     def may_rise(self, keys: Collection[bytes]) -> bool:
         """Whether some of these blocks may be below memory, and nowhere in it."""
         return self.rise is not None and not self.index.ledger.entries.keys() >= set(keys)
+
+    def keeping(self, keys: Iterable[bytes]) -> Keeping:
+        """Keep in memory those of `keys` that are there, and what is added."""
+        keep = Keeping(self.index.ledger, self.notify)
+        entries = map(self.index.ledger.visible, keys)
+        keep.add(entry for entry in entries if entry is not None)
+        return keep
+
+    @asynccontextmanager
+    async def risen(self, keys: Collection[bytes]) -> AsyncIterator[None]:
+        """Bring up what is below memory: of `keys` all that can be had in time is in memory until
+        the block ends."""
+        if self.rise is None or not self.may_rise(keys):
+            yield
+            return
+        with self.keeping(keys) as keep:
+            await self.rise(list(keys), keep)
+            yield
 
     def notify(self) -> None:
         """Wake those who wait for what has just happened."""

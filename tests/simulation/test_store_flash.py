@@ -77,7 +77,7 @@ async def test_what_is_staged_is_pulled_without_waiting_for_the_disk(by: str, wa
         await fill(worker, node)
         sim.kill_node("store-0")
         await anyio.sleep(2)
-        node = start(sim, disk, way, blocks=128, read_s=0.05)
+        node = start(sim, disk, way, blocks=128, read_s=0.1)
         chain, ranges = chain_of(BLOCKS, seed=1), [(0, 3)]
         stage_s = 1.0 if by == "lookup" else 0.0
         found = await worker.store.lookup(chain, ranges, deadline_s=1, stage_s=stage_s)

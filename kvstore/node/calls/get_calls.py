@@ -48,11 +48,6 @@ class GetCalls:
             raise Invalid(f"get: {len(named)} blocks in one call; at most {m.BLOCKS_MAX}")
         return dict(zip(named.values(), named, strict=True))
 
-    async def _rise(self, keys: Sequence[bytes]) -> None:
-        """Bring up what is below memory."""
-        if self._state.rise is not None:
-            await self._state.rise(keys)
-
     def _lease(
         self,
         call: Call,
@@ -96,8 +91,8 @@ class GetCalls:
     async def _begin_risen(
         self, call: Call, request: m.GetBegin, indices: Mapping[bytes, int]
     ) -> m.Places:
-        await self._rise(list(indices))
-        return self._leased(call, request, indices)
+        async with self._state.risen(indices):
+            return self._leased(call, request, indices)
 
     def _leased(self, call: Call, request: m.GetBegin, indices: Mapping[bytes, int]) -> m.Places:
         lease = self._lease(call, request, indices, None)
@@ -108,9 +103,9 @@ class GetCalls:
         check_own(call, request.loan.card.start_id, "a loan")
         ends_s = self._state.now_s() + request.deadline_s
         indices = self._named(request)
-        await self._rise(list(indices))
-        left_s = max(ends_s - self._state.now_s(), 1e-3)
-        lease = self._lease(call, request, indices, left_s + WRITE_GRACE_S)
+        async with self._state.risen(indices):
+            left_s = max(ends_s - self._state.now_s(), 1e-3)
+            lease = self._lease(call, request, indices, left_s + WRITE_GRACE_S)
         if lease is None:
             return _NOTHING
         try:

@@ -142,15 +142,13 @@ class Filler:
         ledger = self.state.index.ledger
         shapes: list[m.Shape] = []
         named = m.named(request_of(call, m.Describe).spans)
-        keys = list(named.values())
-        if self.state.rise is not None:
-            await self.state.rise(keys)
-        for index, key in named.items():
-            entry = ledger.visible(key)
-            if entry is not None and len(shapes) < m.BLOCKS_MAX:
-                h = entry.header
-                kind = (h.namespace, h.tenant, h.writer, h.token_count, h.length)
-                shapes.append(m.Shape(index, *kind, entry.head_groups))
+        async with self.state.risen(list(named.values())):
+            for index, key in named.items():
+                entry = ledger.visible(key)
+                if entry is not None and len(shapes) < m.BLOCKS_MAX:
+                    h = entry.header
+                    kind = (h.namespace, h.tenant, h.writer, h.token_count, h.length)
+                    shapes.append(m.Shape(index, *kind, entry.head_groups))
         return m.Described(shapes=tuple(shapes))
 
     def _fill(self, call: Call) -> m.Filling:

@@ -25,6 +25,7 @@ from kvass.kvstore.flash.disk import PAGE
 from kvass.kvstore.flash.fetched import Fetched
 from kvass.kvstore.flash.records import DropOrder
 from kvass.kvstore.flash.table import U64, pages_in
+from kvass.kvstore.node.keeping import Keeping
 from kvass.kvstore.node.slab import Slab
 from kvass.kvstore.node.state import NodeState
 from kvass.kvstore.node.tiers.bucket import Bucket
@@ -89,11 +90,11 @@ class BucketTier:
         if not self.closed:
             self._uploads.asked(keys)
 
-    async def rise(self, keys: Sequence[bytes], limit_s: float = GET_S) -> None:
+    async def rise(self, keys: Sequence[bytes], keep: Keeping, limit_s: float = GET_S) -> None:
         """Bring blocks into memory; what cannot be had within the time is a miss."""
         places = self._wanted(keys)
         if places:
-            await self._rises.rise(places, limit_s)
+            await self._rises.rise(places, limit_s, keep)
 
     def stage(self, keys: Sequence[bytes], within_s: float) -> None:
         """Begin to bring blocks up, as many as a part of the memory holds."""
@@ -105,7 +106,7 @@ class BucketTier:
                 break
             ahead[key] = place
         self.counts["staged"] += len(ahead)
-        self._rises.start(ahead, within_s)
+        self._rises.stage(ahead, within_s)
 
     def _wanted(self, keys: Sequence[bytes]) -> dict[bytes, int]:
         missing = [key for key in keys if key not in self._state.index.ledger.entries]

@@ -29,6 +29,7 @@ from kvass.kvstore.flash.log import FlashLog
 from kvass.kvstore.flash.records import DropOrder
 from kvass.kvstore.flash.table import U64, Chosen, pages_in
 from kvass.kvstore.index.ledger import Entry
+from kvass.kvstore.node.keeping import Keeping
 from kvass.kvstore.node.slab import Slab
 from kvass.kvstore.node.state import NodeState
 from kvass.kvstore.node.tiers.flash_source import FlashSource
@@ -155,12 +156,12 @@ class FlashTier:
 
     # --- up ---
 
-    async def rise(self, keys: Sequence[bytes], limit_s: float = GET_S) -> None:
+    async def rise(self, keys: Sequence[bytes], keep: Keeping, limit_s: float = GET_S) -> None:
         """Bring those of `keys` that are on flash, and not in memory, into memory; what cannot be
         had within the time is a miss."""
         places = self._wanted(keys)
         if places:
-            await self._rises.rise(places, limit_s)
+            await self._rises.rise(places, limit_s, keep)
             self._look_at_faults()
 
     def stage(self, keys: Sequence[bytes], within_s: float) -> None:
@@ -168,7 +169,7 @@ class FlashTier:
         whose turn does not come within the time are not brought."""
         ahead = self._batch(self._wanted(keys))
         self.counts["staged"] += len(ahead)
-        self._rises.start(ahead, within_s)
+        self._rises.stage(ahead, within_s)
 
     def _wanted(self, keys: Sequence[bytes]) -> dict[bytes, int]:
         """Return where those are that only flash has, and count them as used."""
@@ -190,8 +191,8 @@ class FlashTier:
         self, chosen: Chosen | None = None
     ) -> AsyncIterator[tuple[list[bytes], int]]:
         """Bring up all that only flash has, or all that flash has of the chosen segments, batch
-        after batch, each when the last one is done with: the keys, and how many of them could not
-        be had."""
+        after batch, each when the last one is done with, and kept until it is: the keys, and how
+        many of them could not be had."""
         if self.closed:
             yield [], len(self._log.catalog)
             return
@@ -208,9 +209,10 @@ class FlashTier:
             places = dict(zip(keys, self._log.catalog.find(keys), strict=True))
             while places:
                 batch = self._batch(places)
-                await self._rises.rise(self._places(list(batch)), BATCH_S)
-                self._look_at_faults()
-                yield list(batch), sum(key not in here for key in batch)
+                with self._state.keeping(batch) as keep:
+                    await self._rises.rise(self._places(list(batch)), BATCH_S, keep)
+                    self._look_at_faults()
+                    yield list(batch), sum(key not in here for key in batch)
 
     def _batch(self, places: dict[bytes, int]) -> dict[bytes, int]:
         """Take out as much as a part of the memory holds, one block at least."""

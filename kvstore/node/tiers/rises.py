@@ -16,6 +16,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Protocol
 
@@ -31,12 +32,13 @@ from kvass.kvstore.flash.fetched import Fetched, copy_all
 from kvass.kvstore.flash.table import pages_in
 from kvass.kvstore.index.puts import Move, PutOrder
 from kvass.kvstore.node.chores import survived
+from kvass.kvstore.node.keeping import Keeping
 from kvass.kvstore.node.slab import Slab
 from kvass.kvstore.node.state import NodeState
 
 _log = logging.getLogger(__name__)
 
-PART_BYTES = 16 << 20  # read between two looks at the index
+PART_BYTES = 4 << 20  # read between two looks at the index
 FLIGHT_BYTES = 64 << 20  # read and not yet in a slot, of all callers: what a fast disk needs
 RISING_MAX = 16_384  # blocks on their way or waiting for it, of all callers; more are misses
 # Of a get, for what comes up: its caller shuns a node that needs `links.CALL_S` for an answer.
@@ -65,8 +67,19 @@ class Source(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
+class _Part:
+    """Blocks that are read together: where they are, and who keeps what comes up. Mutable field:
+    `keeps`."""
+
+    places: dict[bytes, int]
+    size: int
+    keeps: list[Keeping]
+    end: anyio.Event = field(default_factory=anyio.Event)
+
+
 class Rises:
-    """Mutable fields: `_rising` (keys on their way up, each with what ends it), `_begun_s` (when
+    """Mutable fields: `_rising` (keys on their way up, each with its part), `_begun_s` (when
     the parts that are being read were begun, by number), `_flight_bytes` (of them), `_room` (set
     when there is more), `counts`. `copiers` runs what is copied into slots, and hashed."""
 
@@ -83,7 +96,7 @@ class Rises:
         self._source = source
         self._copiers = copiers
         self._tasks = tasks
-        self._rising: dict[bytes, anyio.Event] = {}
+        self._rising: dict[bytes, _Part] = {}
         self._begun_s: dict[int, float] = {}
         self._flight_bytes = 0
         self._room = anyio.Event()
@@ -99,76 +112,83 @@ class Rises:
     def __len__(self) -> int:
         return len(self._rising)
 
-    async def rise(self, places: dict[bytes, int], limit_s: float) -> None:
-        """Bring blocks up; returns when they are there, or are misses, or the time is over. The
-        places are those of now: what was erased here and there since is not brought."""
-        self.start(places)
-        ends = {id(end): end for key in places if (end := self._rising.get(key)) is not None}
+    async def rise(self, places: dict[bytes, int], limit_s: float, keep: Keeping) -> None:
+        """Bring blocks up, and keep them; returns when they are there, or are misses, or the time
+        is over. The places are those of now: what was erased here and there since is not
+        brought."""
+        self._start(places, LIFT_S, keep)
+        parts = {id(part): part for key in places if (part := self._rising.get(key)) is not None}
+        for part in parts.values():
+            if keep not in part.keeps:  # somebody else's, too
+                part.keeps.append(keep)
         with anyio.move_on_after(limit_s):
-            for end in ends.values():
-                await end.wait()
+            for part in parts.values():
+                await part.end.wait()
 
-    def start(self, places: dict[bytes, int], within_s: float = LIFT_S) -> None:
-        """Bring blocks up in the background, as `rise` does, those that fit the bounds, and whose
-        turn comes within the time."""
-        part: dict[bytes, int] = {}
+    def stage(self, places: dict[bytes, int], within_s: float) -> None:
+        """Bring blocks up in the background, as `rise` does, those whose turn comes within the
+        time; each is kept until all are there."""
+        keep = self._state.keeping(())
+        parts = self._start(places, within_s, keep)
+        if parts:
+            self._tasks.start_soon(_keep_until_all_are_up, keep, parts)
+
+    def _start(self, places: dict[bytes, int], within_s: float, keep: Keeping) -> list[_Part]:
+        """Begin with those that nobody brings up yet, as far as the bounds allow."""
+        parts: list[_Part] = []
+        chosen: dict[bytes, int] = {}
         size = 0
         for key, place in places.items():
             if key in self._rising:
                 continue
-            if len(self._rising) + len(part) >= RISING_MAX:
+            if len(self._rising) + len(chosen) >= RISING_MAX:
                 self.counts["rises_refused"] += 1
                 continue
-            part[key] = place
+            chosen[key] = place
             size += pages_in(place) * PAGE
             if size >= PART_BYTES:
-                self._start(part, size, within_s)
-                part, size = {}, 0
-        if part:
-            self._start(part, size, within_s)
-
-    def _start(self, part: dict[bytes, int], size: int, within_s: float) -> None:
-        end = anyio.Event()
-        self._rising.update(dict.fromkeys(part, end))
+                parts.append(_Part(chosen, size, [keep]))
+                chosen, size = {}, 0
+        if chosen:
+            parts.append(_Part(chosen, size, [keep]))
         as_of = self._state.index.erasures.settled
-        self._tasks.start_soon(self._lift, part, size, min(within_s, LIFT_S), end, as_of)
+        for part in parts:
+            self._rising.update(dict.fromkeys(part.places, part))
+            self._tasks.start_soon(self._lift, part, min(within_s, LIFT_S), as_of)
+        return parts
 
-    async def _lift(
-        self, part: dict[bytes, int], size: int, within_s: float, end: anyio.Event, as_of: int
-    ) -> None:
+    async def _lift(self, part: _Part, within_s: float, as_of: int) -> None:
         number = next(self._numbers)
         try:
             with anyio.move_on_after(within_s) as waiting:
-                while self._begun_s and self._flight_bytes + size > FLIGHT_BYTES:
+                while self._begun_s and self._flight_bytes + part.size > FLIGHT_BYTES:
                     await self._room.wait()
             if waiting.cancelled_caught:
-                self.counts["rises_refused"] += len(part)
+                self.counts["rises_refused"] += len(part.places)
                 return
             self._begun_s[number] = self._state.now_s()
-            self._flight_bytes += size
+            self._flight_bytes += part.size
             try:
                 with survived(f"bringing blocks up from {self._source.name}", self._state.faults):
                     await self._bring(part, as_of)
             finally:
                 del self._begun_s[number]
-                self._flight_bytes -= size
+                self._flight_bytes -= part.size
                 self._room.set()
                 self._room = anyio.Event()
         finally:
-            for key in part:
+            for key in part.places:
                 del self._rising[key]
-            end.set()
+            part.end.set()
 
-    async def _bring(self, places: dict[bytes, int], as_of: int) -> None:
+    async def _bring(self, part: _Part, as_of: int) -> None:
         """Read all at once, then show them in the order in which they will be asked for."""
-        async with self._source.fetched(places) as fetched:
-            there = [fetched[key] for key in places if key in fetched]
+        async with self._source.fetched(part.places) as fetched:
+            there = [fetched[key] for key in part.places if key in fetched]
             for _, blocks in itertools.groupby(there, key=attrgetter("shape")):
-                await self._show(list(blocks), places, as_of)
+                await self._show(list(blocks), part, as_of)
 
-    async def _show(
-        self, blocks: Sequence[Fetched], places: Mapping[bytes, int], as_of: int
-    ) -> None:
+    async def _show(self, blocks: Sequence[Fetched], part: _Part, as_of: int) -> None:
         """Put blocks of one shape into slots; they are visible when they are right there."""
         index, now_s = self._state.index, self._state.now_s
         order = self._order([block.header for block in blocks], as_of)
@@ -178,7 +198,7 @@ class Rises:
             index.put_abort(order.put_id, order.session, now_s())
             if len(blocks) > 1:
                 for block in blocks:
-                    await self._show([block], places, as_of)
+                    await self._show([block], part, as_of)
                 return
             self.counts["rises_refused"] += 1
             _log.debug("%s of %s: %s", blocks[0].header.key.hex(), self._source.name, error)
@@ -203,12 +223,15 @@ class Rises:
                 for (block, _), is_right in zip(pairs, right, strict=True)
             ]
             stored = index.end_moves([move for _, move in pairs], sums)
+            there = [move.entry for (_, move), is_in in zip(pairs, stored, strict=True) if is_in]
+            for keep in part.keeps:
+                keep.add(there)
             index.put_abort(order.put_id, order.session, now_s())
             self._state.notify()
-        self.counts["risen"] += sum(stored)
+        self.counts["risen"] += len(there)
         for (block, _), is_right in zip(pairs, right, strict=True):
             if not is_right:
-                self._source.found_wrong(block.header.key, places[block.header.key])
+                self._source.found_wrong(block.header.key, part.places[block.header.key])
 
     def _copy(self, pairs: Sequence[tuple[Fetched, Move]]) -> list[bool]:
         addresses = [self._slab.address + move.offset for _, move in pairs]
@@ -226,3 +249,9 @@ class Rises:
             as_of=as_of,
             is_own=True,
         )
+
+
+async def _keep_until_all_are_up(keep: Keeping, parts: Sequence[_Part]) -> None:
+    with keep:
+        for part in parts:
+            await part.end.wait()
