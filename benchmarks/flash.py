@@ -3,13 +3,14 @@
 Blocks of the default model in fp8 are appended to a log, synced, and brought up again in random
 order as a node does it, each one checked in memory of the caller's own. The references are `fio` in
 the same folder and the same run, past the page cache, into new files, with the same sizes and as
-much in flight; rounds alternate. Then a log of many small records is opened anew, and the table of
-all keys is filled with as many as a large node has. `--compression` measures something else:
-`rig_compression.py`.
+much in flight; rounds alternate. Then another process reads what only the flash of a node has; a
+log of many small records is opened anew; and the table of all keys is filled with as many as a
+large node has. `--compression` measures something else: `rig_compression.py`.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import shutil
@@ -21,7 +22,9 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import anyio
@@ -32,7 +35,11 @@ import rig
 from kvass.common import event_loop
 from kvass.common.block import BlockHeader, BlockLayout
 from kvass.common.checksum import sums
+from kvass.common.config import Config
 from kvass.common.executor import ThreadExecutor
+from kvass.common.keys import Chain
+from kvass.common.pages import shared_pages
+from kvass.common.pool.memory import SlotMemory
 from kvass.kvstore.flash import records, table
 from kvass.kvstore.flash.appender import BUFFER_BYTES
 from kvass.kvstore.flash.appender import DEPTH as WRITES
@@ -41,16 +48,19 @@ from kvass.kvstore.flash.fetched import copy_all
 from kvass.kvstore.flash.log import FlashLog
 from kvass.kvstore.flash.settings import LogSettings
 from kvass.kvstore.flash.table import Table
-from kvass.kvstore.node.service import COPY_THREADS
+from kvass.kvstore.node.service import COPY_THREADS, GC_THRESHOLDS, open_node
 from kvass.kvstore.node.tiers.flash_source import FLASH_READS, FlashSource
 from kvass.kvstore.node.tiers.rises import FLIGHT_BYTES, PART_BYTES
 from rig import Figure
+from store import put_s
+from transfer import BLOCKS, a_client, chains, config_of, get_s, hello_of, process
 
 LAYOUT = BlockLayout(layers=30, kv_heads=3, head_dim=64, block_tokens=16, kv_dtype="fp8")
 SEGMENT_BYTES = 64 << 20
 BATCH = 64  # blocks of one append
 ROUNDS, QUICK_ROUNDS = 5, 2
 SIZE_BYTES, QUICK_SIZE_BYTES = 1 << 30, 256 << 20
+CHAINS, QUICK_CHAINS, TURNS = 40, 10, 4  # of a node: chains of BLOCKS blocks, and how often each
 RECORDS = 100_000
 KEYS = 10_000_000
 
@@ -166,6 +176,60 @@ def speed_figures(folder: Path, size: int, rounds: int) -> list[Figure]:
     ]  # fmt: skip
 
 
+def run_flash_node(pipe: Connection, config: Config) -> None:
+    """A store node with flash, alone in its cluster, until it is killed."""
+    gc.set_threshold(*GC_THRESHOLDS)
+
+    async def serve() -> None:
+        async with open_node(config, hello_of("store")) as (node, address):
+            node.set_nodes([])  # there is nobody to say what was erased meanwhile
+            pipe.send(address)
+            await anyio.sleep_forever()
+
+    event_loop.run(serve)
+
+
+async def served_gb_s(address: str, names: list[Chain], turns: int) -> list[float]:
+    """Put chains whose blocks are twice what the node's memory holds, then get them in turn; return
+    the rates of those gets whose blocks all came from flash."""
+    memory = SlotMemory(LAYOUT, BLOCKS, shared_pages)
+    rates: list[float] = []
+    async with a_client("local", address, memory, LAYOUT) as store:
+
+        async def count(name: str) -> int:
+            return int((await store.stats())[0][name])
+
+        for number, chain in enumerate(names):
+            memory.array[:] = number
+            await put_s(store, chain, 0)
+            await get_s(store, chain, 0)  # asked for: now its blocks are worth a place on flash
+            for _ in range(1000):
+                if await count("flash_blocks") >= (number + 1) * BLOCKS:
+                    break
+                await anyio.sleep(0.01)
+        for _ in range(turns):
+            for number, chain in enumerate(names):
+                before = await count("flash_risen")
+                taken_s = await get_s(store, chain, 0)
+                assert (memory.array == number).all()
+                if await count("flash_risen") == before + BLOCKS:
+                    rates.append(BLOCKS * LAYOUT.block_size / taken_s / 1e9)
+    return rates
+
+
+def served_figures(folder: Path, chain_count: int, fio: float | None) -> list[Figure]:
+    """What a reader in another process gets out of a node's flash, block by block checked."""
+    config = config_of("local", chain_count * BLOCKS * LAYOUT.block_size // 2)
+    flash_bytes = 4 * config.store.slab_bytes
+    store = replace(config.store, flash_dir=str(folder), flash_bytes=flash_bytes)
+    with process(run_flash_node, replace(config, store=store)) as address:
+        rates = event_loop.run(served_gb_s, address, chains(chain_count), TURNS)
+    return [
+        Figure(f"get of {BLOCKS} blocks from a node's flash", statistics.median(rates), "GB/s",
+               "fio's reads, as above", fio)
+    ]  # fmt: skip
+
+
 def rebuild_figures(folder: Path, count: int) -> list[Figure]:
     """Open a log of many one-page records anew, by the indexes of its files."""
     payload = memoryview(bytes(1024))
@@ -226,8 +290,10 @@ def main() -> int:
         return 2
     size = QUICK_SIZE_BYTES if given.quick else SIZE_BYTES
     made: list[Figure] = []
+    chain_count = QUICK_CHAINS if given.quick else CHAINS
     parts: list[Callable[[Path], list[Figure]]] = [
         lambda folder: speed_figures(folder, size, QUICK_ROUNDS if given.quick else ROUNDS),
+        lambda folder: served_figures(folder, chain_count, made[1].reference_value),
         lambda folder: rebuild_figures(folder / "small", RECORDS),
         lambda folder: index_figures(KEYS),
     ]
