@@ -33,7 +33,7 @@ from rig import Figure
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from teacher import BLOCK_TOKENS, TEXT_TOKENS, texts
 
-FORMATS: tuple[KvDtype, ...] = ("bf16", "fp8", "int8")
+FORMATS: tuple[KvDtype, ...] = ("bf16", "fp8", "int8", "int4")
 LEVEL = 1  # higher ones gain a percent and take several times as long
 TEXTS, QUICK_TEXTS = 8, 2
 Bytes = NDArray[np.uint8]
