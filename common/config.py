@@ -240,6 +240,10 @@ def _complaint(path: Sequence[str], error: Mapping[str, Any]) -> str:
         return f"{name} is {error['input']!r}; it has a value for each name: {name}.NAME=VALUE"
     if error["type"].startswith("byte_size"):
         return f"{name} is {error['input']!r}; expected bytes, such as 1073741824 or 1GiB"
+    if error["type"] == "literal_error":
+        return f"{name} is {error['input']!r}; expected {error['ctx']['expected']}"
+    if error["type"] in ("float_parsing", "int_parsing"):
+        return f"{name} is {error['input']!r}; expected a number, without a unit"
     return f"{name}: {error['msg']}"
 
 

@@ -94,6 +94,7 @@ def test_help_names_what_can_be_set(command: tuple[str, ...], words: tuple[str, 
         (("up", "--set", "store.standalone=true"), "`kvass store --standalone` runs one by itself"),
         (("store", "--standalone", "--broker", "127.0.0.1:1"), "cluster.broker is '127.0.0.1:1'"),
         (("status", "--node", "127.0.0.1:1", "--url", "127.0.0.1:1"), "give --node"),
+        (("status", "--node", "7600"), "a node's address is '7600'; expected host:port"),
         (("status", "--set", "gateway.prot=1"), "no setting gateway.prot"),
     ],
 )
@@ -229,7 +230,9 @@ def test_what_is_wrong_is_not_among_what_a_program_reads(asked: tuple[str, ...],
 
 def test_status_says_when_nothing_runs(port: int) -> None:
     text = kvass("status", "--url", f"http://127.0.0.1:{port}", code=1)
-    assert all(words in text for words in ("Nothing answers", "kvass up", "waits for its broker"))
+    assert all(
+        words in text for words in ("Nothing answers", "kvass up", "KVASS_PORT", "its broker")
+    )
     with answering(200, b"<html>", "text/html") as url:
         text = kvass("status", "--url", url, code=1)
         words = "is not a Kvass gateway: it answers 200 to GET /v1/cluster (text/html)"

@@ -62,6 +62,8 @@ def test_bare_words(override: str, read: str | None) -> None:
         ("store.slab_bytes=1", "store.slab_bytes is 1; expected at least 1048576: it must hold bl"),
         ("store.flash_bytes=0", "store.flash_bytes is 0; expected at least 1"),
         ("store.slab_bytes=8 furlongs", "store.slab_bytes is '8 furlongs'; expected bytes"),
+        ("store.eviction=lfu", "store.eviction is 'lfu'; expected 'reuse' or 'lru'"),
+        ("store.hold_s=60s", "store.hold_s is '60s'; expected a number, without a unit"),
         ("cluster=1", "cluster"),
         ("host.a=1", "host"),
         ("cluster.weights=int3", "cluster.weights.*'int8'"),

@@ -45,6 +45,14 @@ def test_nodes_of_one_host_have_a_folder_each_and_find_it_again(tmp_path: Path) 
         assert (first, second) == ("node-0", "node-1"), "in whatever order they come"
 
 
+def test_a_disk_that_is_not_there_is_named_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Unavailable, match=f"store.flash_dir gone/flash: {tmp_path}/gone does not"):
+        take(Path("gone/flash"), "a")
+
+
 def test_its_own_folder_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A node that is started right after its predecessor was killed found the folder still locked,
     took another one, and had none of its blocks."""

@@ -11,6 +11,7 @@ import anyio
 import anyio.abc
 
 from kvass.common.config import Config
+from kvass.common.errors import KvassError
 from kvass.common.rpc.credentials import Credentials, credentials_of
 from kvass.common.rpc.dial import Dialer
 from kvass.common.rpc.hello import Hello
@@ -45,8 +46,13 @@ async def operator(config: Config, command: str) -> AsyncIterator[Operator]:
     who = own_identity()
     hello = Hello("operator", f"kvass-{command}", who.host_id, who.start_id, who.pid, {})
     credentials = credentials_of(config.cluster)
+    wrong: KvassError | None = None
     async with anyio.create_task_group() as tasks:
         try:
             yield Operator(hello, credentials, tasks)
+        except KvassError as error:
+            wrong = error  # raised in here, it would reach the program in a group, as a trace
         finally:
             tasks.cancel_scope.cancel()
+    if wrong is not None:
+        raise wrong

@@ -115,7 +115,8 @@ def ask_gateway(url: str, console: Console, method: str, path: str) -> dict[str,
     except (httpx.ConnectError, httpx.TimeoutException):
         console.print(
             f"Nothing answers at {url}. Start a cluster with `kvass up`, or name another gateway "
-            "with --url; or your gateway still waits for its broker: see its log.",
+            "with --url, --port or KVASS_PORT; or your gateway still waits for its broker: see its "
+            "log.",
             style="red",
         )
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:

@@ -72,7 +72,8 @@ def own_folder(
     """Take the folder that is this node's, or another one; raises Unavailable. Blocks, for
     `wait_s` at most."""
     if not root.parent.exists():  # where a disk is not mounted, another one would fill
-        raise Unavailable(f"{root}: {root.parent} does not exist; is the disk mounted?")
+        parent = root.parent.absolute()  # a relative one is seen to lie in the wrong place
+        raise Unavailable(f"store.flash_dir {root}: {parent} does not exist (is the disk mounted?)")
     folders = [root / f"node-{number}" for number in range(FOLDERS_MAX)]
     owners = {folder: _owner_of(folder) for folder in folders if folder.is_dir()}
     own = [folder for folder, owner in owners.items() if owner.member_id == member_id]

@@ -187,6 +187,8 @@ async def _open_flash(
 ) -> None:
     """Give the node its second tier; where the disk refuses, say so and go on without."""
     if not store.flash_dir:
+        if store.flash_bytes != StoreConfig().flash_bytes:
+            _log.warning("store.flash_bytes is set, store.flash_dir is not: this node has no flash")
         return
     settings = LogSettings(
         store.flash_bytes,
@@ -204,7 +206,8 @@ async def _open_flash(
             raise
     except Unavailable as error:
         _log.error(
-            "%s: the node runs without flash. What is in %s is not served, and no drop erases it",
+            "%s: the node runs without flash. What is in %s is not served, and no drop erases it. "
+            "Mend store.flash_dir, then start the node again",
             error,
             store.flash_dir,
         )

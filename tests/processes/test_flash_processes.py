@@ -119,6 +119,7 @@ async def test_a_folder_that_cannot_be_used_is_said_and_memory_serves(tmp_path: 
                 await store.drop(tenant="")
             assert await pull(store, memory, 1, BLOCKS) == set()
         process.until("cannot use .*file/flash.*: Not a directory: the node runs without flash")
+        process.until("Mend store.flash_dir, then start the node again")
         assert process.said.count("ERROR") == 1
 
 
